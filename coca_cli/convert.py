@@ -50,15 +50,15 @@ def convert_command(
         int | None,
         typer.Option(
             min=1,
-            help="Let kept layers attend to the last tokens only, this many: with the trained "
-            "length or fewer they meet no distance in a longer text that they were not trained for.",
+            help="Let kept layers attend only to this many last tokens. With the trained length or "
+            "fewer, a longer text has no distance that these layers were not trained for.",
         ),
     ] = None,
     partial_rotary: Annotated[
         str | None,
         typer.Option(
-            help="Let every second rotary pair stand still in these layers, as in 17,18,23 (one "
-            "layer: '8,'), so that they match contents at any distance: those that look things up. "
+            help="Do not rotate every second rotary pair in these layers, as in 17,18,23 (one "
+            "layer: '8,'), so they match contents at any distance: for layers that look things up. "
             "3:OUT names the three that coca-eval layers --out OUT ranks first; kept layers cannot be "
             "among them."
         ),
@@ -105,22 +105,21 @@ def convert_command(
         bool,
         typer.Option(
             "--allow-pickle",
-            help="Read pytorch_model.bin where SRC has no safetensors; tensors alone are read, and "
+            help="Read pytorch_model.bin if SRC has no safetensors; only tensors are read, and "
             "nothing in it is run.",
         ),
     ] = False,
     adapter: Annotated[
         str | None,
         typer.Option(
-            help="Merge this directory of peft, plain LoRA on linear layers, into SRC as it is "
-            "read."
+            help="Merge this peft directory (plain LoRA on linear layers) into SRC as it is read."
         ),
     ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
             "--dry-run",
-            help="Check everything that can be checked and print what would be read and written; "
+            help="Check everything that can be checked and print what would be read, written and needed; "
             "write nothing, and download no weights.",
         ),
     ] = False,
@@ -128,12 +127,12 @@ def convert_command(
         str | None,
         typer.Option(
             metavar="OWNER/NAME",
-            help="Upload the result to a new repository on the hub, which is private. Login and "
-            "name are checked first.",
+            help="Upload the result to a new private repository on the hub. Login and name are "
+            "checked first.",
         ),
     ] = None,
     public: Annotated[
-        bool, typer.Option("--public", help="Let everybody see the repository of --push-to-hub.")
+        bool, typer.Option("--public", help="Make the repository of --push-to-hub public.")
     ] = False,
     calibrate_tokens: Annotated[
         int,
@@ -169,7 +168,7 @@ def convert_command(
 ) -> None:
     """Convert a checkpoint of LLaMA, Mistral, Qwen2, Qwen3, Phi-3, Granite, SmolLM3 or GPT-NeoX.
 
-    If it is interrupted before DST is there, run the same command again: it continues.
+    If it is interrupted, run the same command again to continue.
     """
     if public and push_to_hub is None:
         raise BadOption("--public: got it without --push-to-hub, expected both")
@@ -179,7 +178,7 @@ def convert_command(
         if is_given and getattr(option, "rich_help_panel", None) == CALIBRATION:
             raise BadOption(f"{option.opts[0]}: got it without --calibrate, expected both")
     from coca_hf.convert import convert_checkpoint
-    from coca_hf.convert.calibrate import CalibrationProgress
+    from coca_hf.convert.calibration import CalibrationProgress
 
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -200,7 +199,7 @@ def convert_command(
                 bar.update(layers, description=text)
             bar.update(layers, completed=progress.layers_done, total=progress.num_layers)
 
-        # What is not named here has the name that convert_checkpoint gives it.
+        # the other options have the names of convert_checkpoint's arguments
         options = context.params | {
             "keep_layers": None if keep_layers is None else _layers_to_keep(keep_layers),
             "partial_rotary": ()
@@ -270,58 +269,96 @@ def _harmed_most(option: str, count: int, out: Path) -> list[int]:
 
 
 def _print_plan(plan: dict, dst: str) -> None:
+    from coca_hf.convert.calibration import in_words
     from coca_hf.files import size_in_words
 
-    read, written, kept = plan["read"], plan["written"], plan["kept_layers"]
+    def files(what: dict) -> str:
+        return f"{size_in_words(what['bytes'])} of weights, files: {what['files']}"
+
+    def needs(what: dict, measured: str) -> str:
+        seconds, memory = what["seconds"], size_in_words(what["memory_bytes"])
+        time = f"{in_words(seconds)} ({measured})" if seconds is not None else "an unknown time"
+        disk = f", {size_in_words(what['disk_bytes'])} of disk" if "disk_bytes" in what else ""
+        return f"about {memory} of memory (from the shapes){disk} and {time}"
+
+    kept, free = plan["kept_layers"], size_in_words(plan["free_bytes"])
     commit = f" at commit {plan['source_commit']}" if "source_commit" in plan else ""
     console.print(f"{dst}: not written (--dry-run)")
-    console.print(
-        f"  would read            {plan['source']}{commit}: {plan['source_format']}, "
-        f"{size_in_words(read['bytes'])} of weights, files: {read['files']}"
-    )
-    console.print(
-        f"  would write           {plan['constraint']}, {plan['dtype']}, "
-        f"{size_in_words(written['bytes'])} of weights, files: {written['files']}; "
-        f"{size_in_words(plan['free_bytes'])} free"
-    )
-    _print_later(plan)
-    _print_parameters(plan)
+    _line("would read", f"{plan['source']}{commit}: {plan['source_format']}, {files(plan['read'])}")
+    form = f"{plan['constraint']}, {plan['dtype']}"
+    _line("would write", f"{form}, {files(plan['written'])}; {free} free")
+    _line("would take", needs(plan, "from the time to read the weights"))
+    _print_layers_and_sizes(plan)
     if isinstance(kept, list):
-        kept = f"layers {', '.join(map(str, kept))}" if kept else "no layer"
+        kept = f"layers {_numbers(kept)}" if kept else "no layer"
     else:
         kept = f"the layers that calibration finds ({kept})"
-    console.print(f"  original attention    kept in {kept}{_window_in_words(plan)}")
+    _line("original attention", f"kept in {kept}{_window_in_words(plan)}")
     _print_partial_rotary(plan)
     if calibration := plan.get("calibration"):
-        console.print(
-            f"  would calibrate       {calibration['tokens']:,} tokens, "
-            f"{calibration['passes']} passes, on {calibration['device']}, with "
-            f"{size_in_words(calibration['memory_bytes'])} of memory and "
-            f"{size_in_words(calibration['disk_bytes'])} of disk; its first layer tells the time"
+        _line(
+            "would calibrate",
+            f"{calibration['tokens']:,} tokens, {calibration['passes']} passes, on "
+            f"{calibration['device']}, with {needs(calibration, 'from a timed step')}",
         )
     if not plan["numbers_checked"]:
-        console.print("  not checked           the numbers of the weights, which only the hub has")
+        _line("not checked", "the numbers of the weights, which only the hub has")
     for head in plan["undecided_heads"]:
-        console.print(
-            f"  not decided           whether {head} is the embedding, as tie_word_embeddings says; "
-            "if its numbers are others, it is written too"
+        _line(
+            "not decided",
+            f"whether {head} is the embedding, as tie_word_embeddings says; if its numbers differ, "
+            "it is written too",
         )
 
 
-def _print_parameters(facts: dict) -> None:
+def _print_conversion(record: dict, dst: str) -> None:
+    shares = record["trainable_fraction"]
+    console.print(f"{dst}: {record['constraint']}, {record['dtype']}")
+    _print_layers_and_sizes(record)
+    k, qkv, full = f"{shares['k']:.1%}", f"{shares['qkv']:.1%}", f"{shares['full']:.0%}"
+    _line("trained per stage", f"k {k}, qkv {qkv}, full {full}")
+    if record["kept_layers"]:
+        kept, window = _numbers(record["kept_layers"]), _window_in_words(record)
+        _line("original attention", f"kept in layers {kept}{window}")
+    _print_partial_rotary(record)
+    _line("start of W_T", record["start"]["rule"])
+    if calibration := record.get("calibration"):
+        source = "source" if "converted_layers" in record else "original"
+        perplexity = calibration["perplexity"]
+        _line(
+            "calibrated",
+            f"perplexity on {calibration['held_out_tokens']:,} held-out tokens: "
+            f"{perplexity['start']:,.4g} before, {perplexity['calibrated']:,.4g} after, "
+            f"{perplexity['original']:,.4g} of the {source}; {calibration['seconds']:,.0f} s",
+        )
+    if rope := record.get("rope"):
+        base = rope["rope_theta"]
+        _line(
+            "RoPE",
+            f"base {base['after']:,.0f} for {rope['ntk_length']:,} tokens, made from "
+            f"{base['before']:,.0f} for {rope['trained_length']:,} by dynamic NTK, factor "
+            f"{rope['factor']:g}",
+        )
+    if record.get("fix_mistral_regex") is False:
+        _line(
+            "tokenizer",
+            f"the source's; fix_mistral_regex has no effect on {dst}: to have it, write "
+            '"fix_mistral_regex": true in tokenizer_config.json of the source, and convert again',
+        )
+    if record.get("converted_layers") != []:
+        console.print(
+            f"The attention has to be trained before the model is useful. Next: set `model: {dst}` "
+            "in a recipe, then coca-train RECIPE (recipes/llama-7b/three-stage.yaml is the paper's)"
+        )
+
+
+def _print_layers_and_sizes(facts: dict) -> None:
     parameters, cache = facts["parameters"], facts["kv_cache_bytes_per_token"]
-    console.print(
-        f"  parameters            {parameters['before']:,} before, {parameters['after']:,} after"
-    )
-    console.print(
-        f"  key/value cache       {cache['before']:,} bytes per token before, "
-        f"{cache['after']:,} after"
-    )
-
-
-def _print_later(facts: dict) -> None:
     if layers := facts.get("converted_layers"):
-        console.print(f"  converts              layers {', '.join(map(str, layers))}, no others")
+        _line("converts", f"layers {_numbers(layers)}, no others")
+    _line("parameters", f"{parameters['before']:,} before, {parameters['after']:,} after")
+    before, after = f"{cache['before']:,}", f"{cache['after']:,}"
+    _line("key/value cache", f"{before} bytes per token before, {after} after")
 
 
 def _window_in_words(facts: dict) -> str:
@@ -330,49 +367,12 @@ def _window_in_words(facts: dict) -> str:
 
 def _print_partial_rotary(facts: dict) -> None:
     if layers := facts["partial_rotary_layers"]:
-        console.print(
-            f"  partial rotation      every second pair, in layers {', '.join(map(str, layers))}"
-        )
+        _line("partial rotation", f"every second pair, in layers {_numbers(layers)}")
 
 
-def _print_conversion(record: dict, dst: str) -> None:
-    shares = record["trainable_fraction"]
-    console.print(f"{dst}: {record['constraint']}, {record['dtype']}")
-    _print_later(record)
-    _print_parameters(record)
-    k, qkv, full = f"{shares['k']:.1%}", f"{shares['qkv']:.1%}", f"{shares['full']:.0%}"
-    console.print(f"  trained per stage     k {k}, qkv {qkv}, full {full}")
-    if record["kept_layers"]:
-        console.print(
-            f"  original attention    kept in layers {', '.join(map(str, record['kept_layers']))}"
-            f"{_window_in_words(record)}"
-        )
-    _print_partial_rotary(record)
-    console.print(f"  start of W_T          {record['start']['rule']}")
-    if calibration := record.get("calibration"):
-        source = "source" if "converted_layers" in record else "original"
-        console.print(
-            f"  calibrated            perplexity on {calibration['held_out_tokens']:,} held-out "
-            f"tokens: {calibration['perplexity']['start']:,.4g} before, "
-            f"{calibration['perplexity']['calibrated']:,.4g} after, "
-            f"{calibration['perplexity']['original']:,.4g} of the {source}; "
-            f"{calibration['seconds']:,.0f} s"
-        )
-    if rope := record.get("rope"):
-        console.print(
-            f"  RoPE                  base {rope['rope_theta']['after']:,.0f} for "
-            f"{rope['ntk_length']:,} tokens, made of {rope['rope_theta']['before']:,.0f} for "
-            f"{rope['trained_length']:,} by dynamic NTK, factor {rope['factor']:g}"
-        )
-    if record.get("fix_mistral_regex") is False:
-        console.print(
-            f"  tokenizer             the source's; fix_mistral_regex has no effect on {dst}: to "
-            "have it, write "
-            f'"fix_mistral_regex": true in tokenizer_config.json of the source, and convert again'
-        )
-    if record.get("converted_layers") == []:
-        return
-    console.print(
-        f"The attention has to be trained before the model is useful. Next: set `model: {dst}` in "
-        "a recipe, then coca-train RECIPE (recipes/llama-7b/three-stage.yaml is the paper's)"
-    )
+def _line(label: str, text: str) -> None:
+    console.print(f"  {label:<21} {text}")
+
+
+def _numbers(layers: list[int]) -> str:
+    return ", ".join(map(str, layers))

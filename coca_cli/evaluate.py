@@ -1,4 +1,4 @@
-"""`coca-eval TASK MODEL`: the measurements, and what is made of their rows."""
+"""`coca-eval TASK MODEL`: the measurements, and the page and card that their rows make."""
 
 import inspect
 import json
@@ -18,19 +18,19 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_
 
 
 LENGTHS = "Context lengths in tokens, separated by commas."
-BATCH = "Sequences per batch, or auto: as many as fit. It changes no result."
+BATCH = "Sequences per batch, or auto: as many as fit. Results do not depend on it."
 SEED = "Seed of the documents or cases that are drawn."
 MODEL = "A model directory, or a hub id as owner/name."
-OUT = "Directory for rows.jsonl; existing rows are kept, unless memory ran out."
+OUT = "Directory for rows.jsonl; existing rows are kept, except those that ran out of memory."
 ROPE = "RoPE, several by commas: default, linear:FACTOR, dynamic:FACTOR, yarn:FACTOR."
 DTYPE = "Type of the weights: auto (the checkpoint's), float32, bfloat16 or float16."
-NAME = "Name of the model in the rows; by default that of its directory."
+NAME = "Name of the model in the rows; by default its directory's."
 REVISION = "Branch, tag or commit of a MODEL on the hub."
 TRUST = "Run the code that the checkpoint carries."
 DATA = "Text: a .txt, .jsonl or .parquet file, a directory or glob of them, or a hub id."
 PRESET = "A data set with published numbers: pg19 or proof-pile."
 DOCUMENTS = "Number of documents to draw; all by default."
-CUT = "Cut every document to its first tokens, this many."
+CUT = "Cut every document to this many tokens."
 COLUMN = "Column that holds the text."
 SPLIT = "Split of a data set on the hub."
 SUBSET = "Subset of a data set on the hub."
@@ -41,15 +41,15 @@ STRIDE = (
     "Tokens between windows; by default 512, or 256 for other variants than sliding. A shorter "
     "length is its own stride."
 )
-WINDOWS = "sliding, or yarn, yarn-truncate or longlora to compute as those scripts do."
+WINDOWS = "sliding, or yarn, yarn-truncate or longlora to compute as these scripts do."
 BUCKET = "Number of consecutive token indices whose losses are summed."
 DEPTHS = "Number of depths on an even grid; by default depths are drawn uniformly."
 PROMPTS = (
-    "Prompt and scoring: paper, yarn and longlora are those of the paper and the scripts; landmark "
-    "is a prompt that base models answer, scored without generating text."
+    "Prompt and scoring: paper, yarn and longlora follow the paper and the scripts; landmark is a "
+    "prompt that base models answer, scored without generating text."
 )
 NEW_TOKENS = "Most tokens of an answer; by default 64 for paper, 10 for yarn and longlora."
-TASKS = "Names of lm-eval tasks, separated by commas; opencompass: those nearest to the paper's."
+TASKS = "lm-eval tasks, separated by commas; opencompass stands for those nearest to the paper's."
 RULER = "Lengths in tokens, separated by commas, at which to run RULER or its tasks in --tasks."
 SEQUENCES = "Number of sequences of each kind of text per length."
 PAIRS = "Pairs of query and key positions drawn from every document."
@@ -72,7 +72,7 @@ BASE_MODEL = "Hub id of the original model, if it was converted from a directory
 
 
 def parse_lengths(option: typer.CallbackParam, text: str | None) -> list[int]:
-    """No lengths for no text. Raises BadOption for what is no list of lengths."""
+    """The lengths in a text, none without one. Raises BadOption for anything else."""
     parts = [] if text is None else [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and len(part) < 10 and int(part) > 1 for part in parts):
         expected = "whole numbers from 2 to 999999999, as in 512,1024,2048"
@@ -90,14 +90,14 @@ def parse_batch_size(text: str) -> int | None:
     return int(text)
 
 
-# What the functions make of these texts: list[int], and int | None
+# Their callbacks turn these texts into list[int] and int | None
 Lengths = Annotated[Any, typer.Option(callback=parse_lengths, metavar="<str>", help=LENGTHS)]
 BatchSize = Annotated[Any, typer.Option(callback=parse_batch_size, metavar="<str>", help=BATCH)]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help=SEED)]
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a parameter that is a dataclass stand for its fields; typer knows single options only."""
+    """Expand parameters that are dataclasses into their fields: typer only knows single options."""
     parameters: list[inspect.Parameter] = []
     groups: dict[str, Callable[..., Any]] = {}
     for parameter in inspect.signature(command).parameters.values():
@@ -133,13 +133,13 @@ class ModelOptions:
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=TRUST)] = False
 
     def load(self, lengths: list[int], batch_size: int | None = None, new_tokens: int = 0):
-        """The run of these options; `make` warns where RoPE settings do not reach its lengths."""
-        from coca_hf.evaluate.batches import processes
-        from coca_hf.evaluate.rope import parse_ropes, warn_beyond_trained
+        """The run of these options. `make` warns if RoPE settings do not reach its lengths."""
+        from coca_hf.evaluate.loaded_model import parse_ropes, processes, warn_beyond_trained
         from coca_hf.evaluate.rows import RowStore, Run
 
         console.quiet = not processes().is_main_process
-        if not all(map(_is_text, sys.argv)):
+        # Bytes that are not UTF-8 are surrogates here
+        if any("\ud800" <= character <= "\udfff" for word in sys.argv for character in word):
             problem = "got a name that is not UTF-8, which no row can hold; rename it"
             raise BadOption(f"{shlex.join(sys.argv)!a}: {problem}")
         ropes, store = parse_ropes(self.rope), RowStore(self.out)
@@ -150,9 +150,8 @@ class ModelOptions:
     def load_one(
         self, path: str, ropes: list, name: str | None = None, revision: str | None = None
     ):
-        """The model at `path`, refused where it does not take the settings `ropes`."""
-        from coca_hf.evaluate.loaded_model import load_model, warn_small_tokenizer
-        from coca_hf.evaluate.rope import check_rope
+        """The model at `path`, refused if it does not take the settings `ropes`."""
+        from coca_hf.evaluate.loaded_model import check_rope, load_model, warn_small_tokenizer
 
         loaded = load_model(path, self.dtype, name, revision, self.trust_remote_code)
         warn(warn_small_tokenizer(loaded))
@@ -162,15 +161,17 @@ class ModelOptions:
 
     def make(self, run, yielded: Iterable[dict]) -> None:
         """Make the rows of a run, on all processes of `accelerate launch`, and print them."""
-        from coca_hf.evaluate.batches import processes
+        from coca_hf.evaluate.loaded_model import processes
+        from coca_hf.evaluate.measurements import MEASUREMENTS
+        from coca_hf.evaluate.progress import Progress
         from coca_hf.evaluate.rows import made_otherwise
-        from coca_hf.evaluate.terminal import progress_on, results_table
+        from coca_hf.evaluate.tables import results_table
 
         warn(self.warning)
-        with progress_on(console) as run.store.progress:
+        with Progress(console) as run.store.progress:
             rows = list(yielded)
         if processes().is_main_process:
-            PlainConsole().print(results_table(rows))
+            PlainConsole().print(results_table(MEASUREMENTS[rows[0]["task"]], rows))
             say(f"rows: {self.out / 'rows.jsonl'}")
             say(f"next: coca-eval report {self.out} --out {self.out / 'page'}")
             if note := made_otherwise(rows):
@@ -180,7 +181,7 @@ class ModelOptions:
 
 @dataclass
 class TextOptions:
-    """The documents that are read."""
+    """The documents to read."""
 
     data: Annotated[str | None, typer.Option(help=DATA)] = None
     preset: Annotated[str | None, typer.Option(help=PRESET)] = None
@@ -213,13 +214,11 @@ class TextOptions:
         options |= {"min_tokens": min_tokens, "special_tokens": special_tokens}
         sample = draw_sample(run.loaded, **options)
         if sample.left_out:
-            least = f"{options['min_bytes']:,} bytes"
-            told = f"left out {sample.left_out:,} documents of fewer than {least}"
-            console.print(told, style="yellow")
+            few = f"documents of fewer than {options['min_bytes']:,} bytes"
+            console.print(f"left out {sample.left_out:,} {few}", style="yellow")
         if sample.skipped:
-            names = first_of(sample.skipped, 10)
-            told = f"skipped {len(sample.skipped)} short or empty documents: {names}"
-            console.print(told, style="yellow")
+            short = f"short or empty documents: {first_of(sample.skipped, 10)}"
+            console.print(f"skipped {len(sample.skipped)} {short}", style="yellow")
         wanted, found = options["documents"], len(sample.names)
         if wanted and found < wanted:
             few = f"{found} documents have at least {min_tokens:,} tokens, {wanted} were asked for"
@@ -229,7 +228,7 @@ class TextOptions:
 
 @dataclass
 class PassageOptions(TextOptions):
-    """The documents whose passages are read, where a measurement can do without."""
+    """The documents whose passages to read, if any."""
 
     def __post_init__(self) -> None:
         if self.given:
@@ -244,11 +243,6 @@ class PassageOptions(TextOptions):
     @property
     def given(self) -> bool:
         return self.data is not None or self.preset is not None
-
-
-def _is_text(name: str) -> bool:
-    """Whether the system gave UTF-8; other bytes become surrogates, which cannot be written."""
-    return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def warn(text: str | None) -> None:
@@ -270,10 +264,11 @@ def perplexity_command(
 
     Each token is scored once and counts the same.
     """
-    from coca_hf.evaluate.perplexity import check_variant, perplexity_rows
+    from coca_hf.evaluate.loaded_model import check_choice
+    from coca_hf.evaluate.perplexity import VARIANTS, perplexity_rows
 
-    kind = check_variant(variant)
-    run = options.load(lengths, batch_size)
+    check_choice("--variant", variant, VARIANTS)
+    run, kind = options.load(lengths, batch_size), VARIANTS[variant]
     sample = texts.draw(run, special_tokens=kind.special_tokens)
     options.make(run, perplexity_rows(run, sample, stride or kind.stride, variant))
 
@@ -289,7 +284,7 @@ def position_command(
 ) -> None:
     """Loss against the token's index in its window.
 
-    Shows from which index on the model no longer uses its context.
+    It shows the index from which on the model no longer uses its context.
     """
     from coca_hf.evaluate.position import position_rows
 
@@ -310,10 +305,11 @@ def passkey_command(
     batch_size: BatchSize = "auto",
 ) -> None:
     """Share of numbers that the model finds in irrelevant text of up to each length."""
-    from coca_hf.evaluate.passkey import check_variant, passkey_rows
+    from coca_hf.evaluate.loaded_model import check_choice
+    from coca_hf.evaluate.passkey import VARIANTS, passkey_rows
 
-    kind = check_variant(variant)
-    run = options.load(lengths, batch_size, new_tokens or kind.new_tokens)
+    check_choice("--variant", variant, VARIANTS)
+    run = options.load(lengths, batch_size, new_tokens or VARIANTS[variant].new_tokens)
     options.make(run, passkey_rows(run, cases, new_tokens, seed, variant, depths))
 
 
@@ -343,7 +339,7 @@ def copying_command(
 ) -> None:
     """Loss on the second copy of random tokens or, with --data, of passages.
 
-    Shows whether the model can look up what it has read.
+    It shows whether the model can look up what it has read.
     """
     from coca_hf.evaluate.copying import copying_rows
 
@@ -498,7 +494,7 @@ def card_command(
     own = {fingerprint(str(model), None, own_code) for own_code in (False, True)}
     if tables and not any(row.get("fingerprint") in own for table in tables for row in table.rows):
         warn(
-            f"{model}: no row was measured on these files, as they are now; if the model "
-            "was trained since, or the rows are another's, measure it and write the card again"
+            f"{model}: no row was measured on these files, as they are now; if the model was "
+            "trained since, or the rows are another's, measure it and write the card again"
         )
     say(f"card: {path}\nnext: hf upload OWNER/NAME {model}")

@@ -12,7 +12,7 @@ import typer
 
 from coca_cli import BadOption, console
 
-# of a value, or an option, argument or command that is not there
+# Raised for wrong values and for options, arguments or commands that do not exist
 WrongOption: Any = typer.BadParameter.__base__
 
 
@@ -29,20 +29,20 @@ def evaluate() -> None:
 
 
 def run(module: str, extra: str) -> None:
-    """Run the `app` of a module, whose packages are in an extra of coca-hf.
+    """Run the `app` of a module whose packages are in an extra of coca-hf.
 
-    Bad input, wrong options and a package of an extra that is not installed become one line on
-    stderr and exit code 2.
+    Bad input, wrong options and missing packages of an extra become one line on stderr and exit
+    code 2.
     """
-    # objects; the usual 700 make looking for garbage a tenth of the time that imports take
+    # With the default of 700 objects, looking for garbage takes a tenth of the time of imports
     gc.set_threshold(10_000)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    # of names it will drop: not ours
+    # transformers warns of its own names that it will drop
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     try:
         sys.exit(import_module(module).app(standalone_mode=False) or 0)
     except WrongOption as error:
-        # typer has printed the help where there is no argument at all
+        # Without any argument, typer has already printed the help
         if message := _of_option(error):
             console.print(f"error: {message}", style="red")
         sys.exit(2)
@@ -66,13 +66,13 @@ def run(module: str, extra: str) -> None:
         )
         sys.exit(2)
     finally:
-        # or the collector would go over all that was imported once more, and exiting take a second
+        # Otherwise the collector goes through all imports once more, and exiting takes a second
         gc.freeze()
 
 
 def _of_option(error: Any) -> str:
-    """What typer says; which number is none, or out of bounds, says pydantic alone, the cause of
-    the error.
+    """Typer's message. A number that is invalid or out of bounds is only in the error's cause, of
+    pydantic.
     """
     _, number, expected = error.message.partition("Input should be ")
     if not number:
@@ -82,7 +82,7 @@ def _of_option(error: Any) -> str:
 
 
 def _extras_with(module: str) -> list[str]:
-    """The extras of coca-hf that bring a top-level module, without `all` and `dev`."""
+    """The extras of coca-hf that install a top-level module, except `all` and `dev`."""
     package = {"PIL": "pillow", "yaml": "pyyaml"}.get(module, module)
     brings = re.compile(rf"{re.escape(package)}\W.*extra == ['\"](\S+)['\"]", re.IGNORECASE)
     matches = map(brings.match, metadata.requires("coca-hf") or [])

@@ -1,4 +1,4 @@
-"""The model card: README.md beside the weights, made from the records there."""
+"""The model card: README.md beside the weights, written from the records there."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from coca_hf.page import escape
 from coca_hf.weights import checkpoint_file, open_regular, read_json
 
 CARD = "README.md"
-# from the card of the base model
+# fields from the card of the base model
 CARRIED_OVER = ("license", "license_name", "license_link", "language")
 MARK = "<!-- written by coca_hf from conversion.json and training.json -->"
 FRONT_MATTER_BYTES = 100_000
@@ -62,14 +62,12 @@ With coca_hf installed, `import coca_hf` takes the place of `trust_remote_code=T
 
 
 def base_metadata(source: str, directory: Path) -> dict[str, Any]:
-    """The base model in a card: `model`, its id where `source` is one, and what its card declares.
+    """What a card says about the base model: `model`, if `source` is a hub id, and its own card's
+    fields.
 
-    directory: where the files of `source` are. Of the front matter of its README.md, the fields in
-    `CARRIED_OVER` are taken that are text or lists of text; a card that cannot be read declares
-    nothing. A CoCA checkpoint has the base of its own conversion.
+    directory: the files of `source`. The fields are those of `CARRIED_OVER` in the front matter of
+    its README.md that are text or lists of text; a card that cannot be read has none.
     """
-    if (directory / "conversion.json").is_file():
-        return read_json(checkpoint_file(directory, "conversion.json")).get("base", {})
     found: dict[str, Any] = {} if Path(source).exists() else {"model": source}
     front_matter = _front_matter(directory)
     for field in CARRIED_OVER:
@@ -86,14 +84,14 @@ def write_card(
     measured: str | None = None,
     base_model: str | None = None,
 ) -> Path:
-    """Write the card of the checkpoint in `directory`, from its records; returns the path.
+    """Write the card of the checkpoint in `directory` from its records; returns the path.
 
-    training: the record that is to become training.json; by default what is there. measured:
-    Markdown tables of what `coca-eval` measured. base_model: the hub id of the model that was
-    converted, where the records do not know it.
+    training: the record that will be training.json; by default the file there. measured: Markdown
+    tables of `coca-eval`'s measurements. base_model: the hub id of the model that was converted, if
+    the records do not have it.
 
-    Raises CocaError where there is no conversion.json, a record is not one, or README.md is
-    somebody else's.
+    Raises CocaError if there is no conversion.json, a record is not valid, or coca_hf did not write
+    README.md.
     """
     path = directory / CARD
     if path.exists() and MARK not in _beginning(path):
@@ -213,7 +211,7 @@ def _conversion(record: dict, base: str) -> str:
 
 
 def _training(stages: list[dict]) -> str:
-    """A line per stage, and what was read."""
+    """A table with a line per stage, and the data."""
     header = ["stage", "trains", "steps", "tokens", "block length", "learning rate"]
     header += ["last loss", "seconds", "hardware"]
     lines = [
@@ -251,7 +249,7 @@ def _front_matter(directory: Path) -> dict:
         text = _beginning(checkpoint_file(directory, CARD))
         match = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
         return ModelCard(match[0]).data.to_dict() if match else {}
-    except Exception:  # a reader of YAML raises errors of its own
+    except Exception:  # YAML readers raise errors of their own
         return {}
 
 

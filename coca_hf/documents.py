@@ -21,7 +21,7 @@ SUFFIXES = (
 
 
 class Document(NamedTuple):
-    """name: as of `names_of`, of rows with ":row" from 0; where: the same with the path as given."""
+    """name: from `names_of`, for rows with ":row" from 0. where: the same with the given path."""
 
     name: str
     text: str
@@ -39,12 +39,12 @@ def read_documents(
     """Yield the documents of `source` in order, one at a time.
 
     source: a file, a directory or a glob of .txt (a file is a document), .jsonl, .json, .parquet or
-    .arrow (a row is a document, its text in `column`), .txt and .jsonl also as .gz and .zst; or
-    else the id of a data set on the hub, of which `split` (and `subset`, `revision`) is streamed.
+    .arrow (a row is a document, its text in `column`), .txt and .jsonl also as .gz and .zst;
+    otherwise the id of a data set on the hub, whose `split` (and `subset`, `revision`) is streamed.
     With `skip_empty`, rows whose text is null or blank are left out.
 
-    Raises CocaError, with the file's path and the row, where there is nothing to read, a file is
-    binary or damaged, a column is missing, or a text is empty, no text or not UTF-8.
+    Raises CocaError, with the file's path and the row, if there is nothing to read, a file is
+    binary or damaged, a column is missing, or a text is empty, of another type or not UTF-8.
     """
     for document in read_all_documents(source, column, split, subset, revision):
         if document.text:
@@ -62,7 +62,7 @@ def read_all_documents(
     subset: str | None = None,
     revision: str | None = None,
 ) -> Iterator[Document]:
-    """As `read_documents`, with those whose text is null or blank: theirs is ""."""
+    """As `read_documents`, but a document whose text is null or blank has the text ""."""
     files = local_files(source)
     rows: Iterator[tuple[str, str, Any]]
     if files:
@@ -83,13 +83,13 @@ def read_all_documents(
             kind = type(text).__name__
             raise CocaError(f"{where}: got {kind} in column {column!r}, expected text")
         zeros = text.count("\0")
-        if zeros * 100 > len(text):  # one here and there is in many a source of code
+        if zeros * 100 > len(text):  # source code often has a few
             raise CocaError(
                 f"{where}: got {zeros:,} zero bytes, expected text, not binary data; remove it"
             )
         try:
             text.isascii() or text.encode("utf-8")
-        except UnicodeEncodeError as error:  # JSON can write it; tokenizers do not take it
+        except UnicodeEncodeError as error:  # valid JSON, but tokenizers refuse it
             raise CocaError(
                 f"{where}: got half of a surrogate pair at character {error.start}, expected text "
                 "that UTF-8 can write; mend or remove it"
@@ -98,17 +98,17 @@ def read_all_documents(
 
 
 def is_on_hub(source: str) -> bool:
-    """Whether `read_documents` takes `source` for the id of a data set on the hub."""
+    """Whether `read_documents` reads `source` as the id of a data set on the hub."""
     return not local_files(source) and _is_hub_id(source)
 
 
 def check_text_options(
     source: str, of_hub: Mapping[str, object], of_rows: Mapping[str, object]
 ) -> None:
-    """Raise CocaError where local files are given options that mean nothing to them.
+    """Raise CocaError if local files are given options that mean nothing to them.
 
-    of_hub: whether the split, subset and revision of a data set on the hub were given, by the names
-    of their options. of_rows: whether a column was, which whole .txt files do not have.
+    of_hub: whether options for data sets on the hub were given, by name. of_rows: the same for
+    options for files of rows, which .txt files are not.
     """
     files = local_files(source)
     meaningless = [(of_hub, "data sets on the hub")]
@@ -121,9 +121,9 @@ def check_text_options(
 
 
 def commit_of(source: str, revision: str | None = None) -> str | None:
-    """The commit of a data set on the hub now, or, offline, `revision`; None for local files.
+    """The current commit of a data set on the hub, or `revision` offline; None for local files.
 
-    Raises CocaError where the hub does not say.
+    Raises CocaError if the hub does not answer.
     """
     if not is_on_hub(source):
         return None
@@ -138,7 +138,7 @@ def commit_of(source: str, revision: str | None = None) -> str | None:
 
 
 def local_files(source: str) -> list[Path]:
-    """The files of `source` in the order they are read; none where it may be a data set on the hub.
+    """The files of `source` in reading order; none if it may be a data set on the hub.
 
     Raises CocaError for a directory without a file to read, a file of another kind, and "".
     """
@@ -168,7 +168,7 @@ def local_files(source: str) -> list[Path]:
 
 
 def names_of(files: list[Path]) -> list[str]:
-    """The files' own names, or, where two are alike, the paths from the directory that all are in."""
+    """The files' names, or their paths from their common directory if two names are equal."""
     if len({file.name for file in files}) == len(files):
         return [file.name for file in files]
     common = os.path.commonpath([file.parent for file in files])
@@ -176,7 +176,7 @@ def names_of(files: list[Path]) -> list[str]:
 
 
 def _suffix(file: Path) -> str:
-    """The one of SUFFIXES that the file has, or nothing."""
+    """The file's suffix among SUFFIXES, or ""."""
     return max((suffix for suffix in SUFFIXES if file.name.endswith(suffix)), key=len, default="")
 
 
@@ -206,7 +206,7 @@ def _read_file(file: Path, name: str, column: str) -> Iterator[tuple[str, str, A
             row_number += 1
     except (CocaError, ModuleNotFoundError):
         raise
-    except Exception as error:  # pyarrow, datasets and the decompressors raise what they like
+    except Exception as error:  # pyarrow, datasets and the decompressors raise anything
         raise CocaError(
             f"{file}: row {row_number}: cannot be read as {_suffix(file)} ({first_line(error)}); "
             f"is the file whole?"
@@ -277,7 +277,7 @@ def _parquet_rows(file: Path, column: str) -> Iterator[Any]:
     with parquet.ParquetFile(file) as table:
         _check_columns(table.schema_arrow.names, column, str(file))
         for batch in table.iter_batches(batch_size=256, columns=[column]):
-            # one by one: an error is of its row
+            # One by one, so that an error names its row
             yield from (value.as_py() for value in batch.column(0))
 
 

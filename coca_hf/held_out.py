@@ -1,13 +1,12 @@
-"""Which part of a source is kept out of training and calibration, so that the loss on it says
-something.
+"""Which part of a source is kept out of training and calibration, to measure the loss on it.
 
 Documents are held out by a hash of their text, whatever the seed: every run on a source leaves out
-the same ones, and copies of a document share its fate. Of a large source a hundredth is held out. A
-small one gives the documents of lowest hash, as few as will do; where even that would take more
-than a tenth of its text, as of a single book, every document gives its end.
+the same ones, and copies of a document are treated alike. From a large source a hundredth is held
+out. From a small one, the documents of lowest hash are, as few as suffice; if these are more than a
+tenth of its text, as with a single book, the end of every document is held out instead.
 
-The blocks are passages of at least `DOCUMENTS` documents, where the source can spare as many: one
-document, which may be in verse, in another language or all tables, says little of the others.
+The blocks are passages of at least `DOCUMENTS` documents if the source can spare so many: a single
+document, which may be verse, another language or all tables, says little about the others.
 """
 
 import math
@@ -34,13 +33,13 @@ Read = Callable[[], Iterable[Document]]  # reads a source from its beginning
 
 
 class HeldOut(NamedTuple):
-    """Documents whose hash is under `below` are held out, and of the others the `tail`, a share."""
+    """Documents with a hash below `below` are held out, and the last `tail`, a share, of others."""
 
     below: int = 0
     tail: float = 0.0
 
     def split(self, text: str) -> tuple[str, str]:
-        """The part of a document to train on, and the part that is held out; together the document."""
+        """The part of a document to train on, and the part that is held out."""
         if _hash(text) < self.below:
             return "", text
         return split_at_space(text, self.tail) if self.tail else (text, "")
@@ -49,11 +48,12 @@ class HeldOut(NamedTuple):
 def hold_out(
     read: Read, encoder: Encoder, seq_len: int, num_blocks: int, from_all: bool = False
 ) -> tuple[HeldOut, Tensor]:
-    """Choose what is held out of a source, and pack it into blocks: (blocks, seq_len), int64.
+    """Choose what to hold out of a source, and pack it into blocks: (blocks, seq_len), int64.
 
-    There are fewer than `num_blocks` blocks, perhaps none, where a tenth of the source has no more.
-    Of a large source, the first held-out documents give them, of about 1,600 documents or a hundred
-    times their tokens; with `from_all`, which reads it to its end, those of lowest hash.
+    There are fewer than `num_blocks` blocks, perhaps none, if a tenth of the source has no more. A
+    large source is read until its held-out documents fill them: about 1,600 documents, or a hundred
+    times the blocks' tokens. With `from_all` it is read to its end, and the documents of lowest
+    hash fill them.
     """
     rule = HeldOut(below=LARGE)
     if num_blocks == 0:
@@ -101,10 +101,10 @@ def shares(weights: list[float], total: int) -> list[int]:
 def _rule_of_small(
     seen: list[tuple[int, int]], needed: int, passage: int, density: float
 ) -> tuple[HeldOut, int]:
-    """The rule, and the tokens of a passage: more than `passage` where the source cannot spare so
-    many documents.
+    """The rule, and the tokens of a passage: more than `passage` if the source cannot spare so many
+    documents.
 
-    seen: hash and characters of every document; needed: tokens that fill the blocks; density:
+    seen: hash and characters of every document. needed: tokens that fill the blocks. density:
     tokens per character.
     """
     most = MOST * sum(characters for _, characters in seen)
@@ -115,7 +115,7 @@ def _rule_of_small(
             if held > most:
                 break
             found += min(characters * density, passage)
-            # some have fewer than expected
+            # Some documents have fewer tokens than expected
             if found >= 1.1 * needed or (passage >= needed and found >= needed):
                 return HeldOut(below=key + 1), passage
         passage *= 2
@@ -123,7 +123,7 @@ def _rule_of_small(
 
 
 def tokens_per_character(read: Read, encoder: Encoder) -> float:
-    """Estimate from the first document, less a tenth: better hold out too much."""
+    """Estimate from the first document, less a tenth: holding out too much is safer."""
     text = next(iter(read())).text[:100_000]
     return 0.9 * len(encoder.document(text)) / len(text)
 

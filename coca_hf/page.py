@@ -1,4 +1,4 @@
-"""What a page is made of, in Markdown or HTML: sections of paragraphs, tables and figures."""
+"""The parts of a page, in Markdown or HTML: sections of paragraphs, tables and figures."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-FAR = 1e12  # a perplexity beyond it is drawn as no number at all
+FAR = 1e12  # a perplexity beyond it is drawn like a missing value
 
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph. A `notice` has to be read before the numbers below it."""
+    """A paragraph. A `notice` is to be read before the numbers below it."""
 
     text: str
     notice: bool = False
@@ -27,14 +27,14 @@ class Bullets:
 
 @dataclass(frozen=True)
 class Code:
-    """Lines that are shown as they are."""
+    """Lines to show verbatim."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A table. Columns from `numbers_from` on hold numbers; `muted` lines are published ones."""
+    """A table. Columns from `numbers_from` on are numbers; `muted` lines are published ones."""
 
     header: list[str]
     lines: list[list[str]]
@@ -44,22 +44,18 @@ class Grid:
 
 @dataclass(frozen=True)
 class Key:
-    """How a line looks: the number of its model, of its RoPE setting, or of the published curve
-    that it is.
-    """
+    """How a line looks: `color` numbers its model, `style` its RoPE setting or published curve."""
 
     label: str
     color: int = 0
     style: int = 0
     published: bool = False
-    marked: bool = True  # whether its points are worth a marker each
+    marked: bool = True  # whether its points have markers
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over `xs`; None where there is none. `band`: the low and the high end of the spread at
-    each x.
-    """
+    """Values over `xs`, or None. `band`: the low and the high end of the spread at each x."""
 
     key: Key
     xs: list[float]
@@ -72,8 +68,8 @@ class Plot:
     """Curves over one x axis.
 
     y_scale: log, linear, zero (linear from 0) or share (0 to 1). ticks: of the x axis, by default
-    every x there is. A value that is None is a cross at the upper edge. borders: places on the x
-    axis, and what begins there.
+    every x. A value that is None is a cross at the upper edge. borders: places on the x axis, and
+    the name of what begins there.
     """
 
     curves: list[Curve]
@@ -88,7 +84,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Heat:
-    """Shares by line and column, from 0 to `top`; None where there is none."""
+    """Shares by line and column, from 0 to `top`, or None."""
 
     title: str
     columns: list[str]
@@ -115,13 +111,13 @@ class Figure:
 
     @property
     def keys(self) -> list[Key]:
-        """The legend, where it stands beside the drawing."""
+        """The legend, if it stands beside the drawing."""
         return [curve.key for curve in getattr(self.drawing, "curves", [])]
 
 
 @dataclass(frozen=True)
 class Fold:
-    """Parts that are closed until the reader opens them."""
+    """Parts that are folded away until the reader opens them."""
 
     title: str
     parts: list[Part]
@@ -176,7 +172,7 @@ def markdown(part: Part | Section, level: int = 1) -> str:
 
 
 def escape(text: str) -> str:
-    """`text` on one line, with every sign escaped that Markdown would interpret."""
+    """`text` on one line, with all signs escaped that Markdown would interpret."""
     for sign in "\\|*_`<":
         text = text.replace(sign, f"\\{sign}")
     text = text.replace("](", "]\\(")  # neither a link nor an image

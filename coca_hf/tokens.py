@@ -1,5 +1,5 @@
-"""Documents as tokens, in pieces, so that one of any size takes neither its tokens' memory nor a
-long silence.
+"""Documents as tokens, in pieces, so that a document of any size needs little memory and progress
+shows.
 """
 
 import re
@@ -16,7 +16,7 @@ PIECE_CHARACTERS = 2**20  # a call of the tokenizer: about a second, and 250,000
 
 
 class Piece(NamedTuple):
-    """A part of a document's text; where its source is after it: document, and character in it."""
+    """A part of a document's text. document, character: where the source continues after it."""
 
     text: str
     begins: bool
@@ -26,8 +26,8 @@ class Piece(NamedTuple):
 
 
 class Encoder:
-    """Pieces of documents as tokens: a document has the tokenizer's own special tokens, and eos at
-    its end.
+    """Pieces of documents as tokens, with the tokenizer's special tokens and eos at the end of each
+    document.
 
     Raises CocaError for a tokenizer without an eos token.
     """
@@ -54,7 +54,7 @@ class Encoder:
         for piece, ids in zip(pieces, encoded["input_ids"], strict=True):
             tokens += self._before if piece.begins else []
             tokens += ids
-            if piece.ends:  # not twice where the text itself ends with the word for eos
+            if piece.ends:  # a text that itself ends with eos gets no second one
                 tokens += self._after[1:] if ids[-1:] == self._after[:1] else self._after
         return torch.tensor(tokens)
 
@@ -64,15 +64,15 @@ class Encoder:
 
 
 def around_text(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """The special tokens that the tokenizer puts before a text, and those that it puts after it.
+    """The special tokens that the tokenizer puts before a text, and those after it.
 
-    Raises CocaError where no text shows which are which.
+    Raises CocaError if no text shows which are which.
     """
     for text in _probes(tokenizer):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         around = tokenizer(text)["input_ids"]
         starts = [i for i in range(len(around)) if around[i : i + len(ids)] == ids]
-        if ids and len(starts) == 1:  # not where an unknown text is a special token, or nothing
+        if ids and len(starts) == 1:  # an unknown text may be a special token, or nothing
             return around[: starts[0]], around[starts[0] + len(ids) :]
     raise CocaError(
         f"{tokenizer.name_or_path}: got a tokenizer whose special tokens cannot be told from its "
@@ -81,18 +81,18 @@ def around_text(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int
 
 
 def _probes(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Short texts, of which a tokenizer knows at least one."""
+    """Short texts; every tokenizer knows at least one of them."""
     yield "a"
     yield from tokenizer.get_vocab()
 
 
 def pieces_of(text: str, document: int = 0, character: int = 0) -> Iterator[Piece]:
-    """Cut a document into pieces of at most `PIECE_CHARACTERS`, from `character` on; most documents
-    are one piece.
+    """Cut a document, from `character` on, into pieces of at most `PIECE_CHARACTERS`; most
+    documents are one piece.
 
-    A cut comes after the last line break in the second half of a piece, else before the last space
-    there, else where the piece is full. Tokenizers look at the text on both sides of a place, so
-    that a document which is cut may have other tokens right at its cuts than it had in one piece.
+    A cut comes after the last line break in the second half of a piece, otherwise before the last
+    space there, otherwise where the piece is full. Tokenizers look at both sides of a place, so the
+    tokens at a cut may differ from those of the whole document.
     """
     while character < len(text):
         end = _cut(text, character)
@@ -103,7 +103,7 @@ def pieces_of(text: str, document: int = 0, character: int = 0) -> Iterator[Piec
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Runs of pieces of `PIECE_CHARACTERS` or more, which a fast tokenizer takes in parallel."""
+    """Batches of pieces of `PIECE_CHARACTERS` or more, which fast tokenizers read in parallel."""
     batch, characters = [], 0
     for piece in pieces:
         batch.append(piece)
@@ -125,7 +125,7 @@ def _cut(text: str, start: int) -> int:
 
 
 def split_at_space(text: str, share: float) -> tuple[str, str]:
-    """Cut `text` in two at the first white space after its first `1 - share`, or right there."""
+    """Cut `text` in two at the first white space after its first `1 - share`, or exactly there."""
     place = len(text) - int(len(text) * share)
     space = re.compile(r"\s").search(text, place)
     place = space.start() if space else place

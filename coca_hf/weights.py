@@ -1,8 +1,8 @@
-"""Safetensors files by their headers: which tensors lie where. Also strict JSON, and sizes.
+"""Safetensors files by their headers, strict JSON, and sizes in words such as 5GB.
 
-Nothing here trusts what it reads: other people's checkpoints come this way. Files are read, not
-mapped into memory, so that a file that shrinks meanwhile is an error and not a SIGBUS, and so that
-its pages do not count as ours.
+Nothing here trusts what it reads, because it reads other people's checkpoints. Files are not mapped
+into memory: a file that shrinks would be a SIGBUS instead of an error, and its pages would count as
+ours.
 """
 
 import json
@@ -25,11 +25,11 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 HEADS = ("lm_head.weight", "embed_out.weight")
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-BLOCK_BYTES = 1 << 19  # what is done with a block finds it in the processor's cache
+BLOCK_BYTES = 1 << 19  # small enough for the processor's cache
 MAX_HEADER_BYTES = 32_000_000
 MAX_CONFIG_BYTES = 10_000_000
 MAX_INDEX_BYTES = 100_000_000
-# Bits of every type that the format knows; which of them can be converted is for the caller to say.
+# bits of every type of the format; the caller decides which of them to accept
 DTYPE_BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 8),
     **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
@@ -39,7 +39,7 @@ DTYPE_BITS = {
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
 }
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# With those that quantized weights are stored in
+# and the types in which quantized weights are stored
 TYPES = {**FLOATS, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I8": torch.int8}
 STORED_AS = {dtype: name for name, dtype in TYPES.items()}
 UNITS = {"": 1} | {f"{letter}B": 1000**power for power, letter in enumerate(["", *"KMGT"])}
@@ -64,8 +64,8 @@ class WeightsFile:
 
     `tensors` maps names to `StoredTensor`; `header` is its first bytes, as they are.
 
-    Raises CocaError where the file is absent, no ordinary file, or its header and its size do not
-    agree in every byte.
+    Raises CocaError if the file is absent or not an ordinary file, or if its header and its size do
+    not agree in every byte.
     """
 
     def __init__(self, file: Path):
@@ -83,7 +83,7 @@ class WeightsFile:
             raise
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` with the bytes from `offset`. Raises OSError where the file ends before."""
+        """Fill `buffer` with the bytes from `offset`. Raises OSError if the file ends too early."""
         filled = 0
         while filled < len(buffer):
             count = os.preadv(self._stream.fileno(), [buffer[filled:]], offset + filled)
@@ -94,7 +94,7 @@ class WeightsFile:
     def read(self, name: str) -> Tensor:
         """The bytes of a tensor, as uint8."""
         stored = self.tensors[name]
-        # NumPy asks for huge pages: half the time
+        # NumPy requests huge pages, which halves the time
         data = torch.from_numpy(np.empty(stored.num_bytes, np.uint8))
         self.read_into(data.numpy().data, stored.start)
         self._advise(stored, "DONTNEED")
@@ -103,7 +103,7 @@ class WeightsFile:
     def blocks(self, name: str) -> Iterator[Tensor]:
         """The bytes of a tensor in order, as uint8.
 
-        Blocks share a buffer: use each before asking for the next.
+        Blocks share a buffer, so use each one before you ask for the next.
         """
         stored = self.tensors[name]
         self._advise(stored, "WILLNEED")
@@ -115,13 +115,13 @@ class WeightsFile:
         self._advise(stored, "DONTNEED")
 
     def _advise(self, stored: StoredTensor, what: str) -> None:
-        """Tell the page cache: what was read once would push out what is written and read next."""
+        """Advise the page cache, where bytes that were read would push out those that are needed."""
         if hasattr(os, "posix_fadvise"):  # not on macOS
             advice = getattr(os, f"POSIX_FADV_{what}")
             os.posix_fadvise(self._stream.fileno(), stored.start, stored.num_bytes, advice)
 
     def state(self) -> tuple[int, ...]:
-        """What changes whenever the open file is written to."""
+        """Values that change whenever the open file is written to."""
         found = os.fstat(self._stream.fileno())
         return found.st_size, found.st_mtime_ns
 
@@ -143,7 +143,7 @@ class WeightsFile:
 
 
 class LoadedFile:
-    """The tensors of a file in memory; otherwise like `WeightsFile`."""
+    """The tensors of a file in memory, with the interface of `WeightsFile`."""
 
     def __init__(self, file: Path, tensors: dict[str, Tensor]):
         self.file, self._tensors, self.size = file, tensors, file.stat().st_size
@@ -169,11 +169,10 @@ class LoadedFile:
 
 
 def open_pickle(file: Path) -> LoadedFile:
-    """Pickled tensors, as `torch.save` writes, read by torch's unpickler for weights alone, which
-    calls nothing that the file names.
+    """Tensors that `torch.save` pickled, read by torch's unpickler for weights alone, which calls
+    nothing that the file names.
 
-    The numbers are mapped into memory: read when they are used. Raises CocaError for anything else
-    than a dictionary of them.
+    The numbers are mapped into memory. Raises CocaError for anything but a dictionary of tensors.
     """
     open_regular(file).close()
     try:
@@ -204,12 +203,12 @@ AnyFile = WeightsFile | LoadedFile
 def open_weights(
     directory: Path, pickled: bool = False
 ) -> tuple[dict[str, AnyFile], dict[str, AnyFile]]:
-    """The open files of a checkpoint's weights by name, and the one that holds each tensor.
+    """The open files of a checkpoint's weights by name, and the file of each tensor.
 
     pickled: whether they are pickles; otherwise safetensors.
 
-    Raises CocaError where one is absent, outside the checkpoint or corrupted, or where index and
-    files do not agree.
+    Raises CocaError if a file is absent, outside the checkpoint or corrupted, or if index and files
+    do not agree.
     """
     single_name, index_name = (PICKLE, PICKLE_INDEX) if pickled else (SINGLE, INDEX)
     single = os.path.lexists(directory / single_name)  # first, as in transformers
@@ -247,8 +246,8 @@ def open_weights(
 def checkpoint_file(directory: Path, name: str) -> Path:
     """The file `name` of a checkpoint. Links may lead within it, and to blobs of its hub cache.
 
-    Raises CocaError where `name` is not a plain name or its links lead elsewhere: what lies there
-    is not the checkpoint's to read.
+    Raises CocaError if `name` is not a plain name or its links lead elsewhere, where a checkpoint
+    has nothing to read.
     """
     if not name or Path(name).name != name or name in (".", "..") or "\0" in name:
         raise CocaError(
@@ -258,7 +257,7 @@ def checkpoint_file(directory: Path, name: str) -> Path:
 
 
 def file_within(directory: Path, name: str) -> Path:
-    """The same for a file whose `name`, relative to the checkpoint, we chose ourselves."""
+    """The same for a `name` that we chose ourselves, relative to the checkpoint."""
     with library_errors(f"{directory / name}: its links lead nowhere; copy the file there"):
         home, target = directory.resolve(), (directory / name).resolve()
     repository = home.parent.parent
@@ -273,7 +272,7 @@ def file_within(directory: Path, name: str) -> Path:
 
 
 def read_index(directory: Path, name: str = INDEX) -> dict[str, str]:
-    """The file of every tensor, by name, as the index of a sharded checkpoint has them."""
+    """The file of every tensor by name, from the index of a sharded checkpoint."""
     index = directory / name
     if not os.path.lexists(index):
         raise CocaError(
@@ -308,13 +307,13 @@ def read_json(file: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
 def parse_json(text: bytes) -> Any:
     """Strict JSON in UTF-8.
 
-    Raises ValueError also for a duplicate key: readers differ in which one they take.
+    Raises ValueError also for a duplicate key, because readers differ in which one they take.
     """
     return json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
 
 
 def open_regular(file: Path):
-    """Open an ordinary file, unbuffered. Raises CocaError where it is absent or a pipe."""
+    """Open an ordinary file, unbuffered. Raises CocaError if it is absent or, say, a pipe."""
     try:
         if not stat.S_ISREG(file.stat().st_mode):
             raise CocaError(f"{file}: is no ordinary file, expected one; copy the checkpoint again")
@@ -326,14 +325,14 @@ def open_regular(file: Path):
 
 
 def is_derived(name: str, config: PreTrainedConfig) -> bool:
-    """Whether a tensor follows from others: a tied head; angles and masks, as in old files."""
+    """Whether a tensor follows from others: a tied head, or the angles and masks of old files."""
     if name in HEADS:
         return bool(getattr(config, "tie_word_embeddings", False))
     return name.endswith(("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"))
 
 
 def parse_size(text: str, where: str) -> int:
-    """Bytes in `5GB`, `500MB`, `1.5GiB` or plain bytes. `where` begins the CocaError otherwise."""
+    """Bytes in `5GB`, `500MB`, `1.5GiB` or plain bytes; `where` begins the CocaError for others."""
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)\s*", text, re.ASCII)
     units = {unit.lower(): size for unit, size in UNITS.items()}
     unit = units.get(match[2].lower(), 0) if match else 0
@@ -344,7 +343,7 @@ def parse_size(text: str, where: str) -> int:
 
 
 def _parse_header(text: bytes, file_size: int) -> dict[str, StoredTensor]:
-    """Raises ValueError where header and size do not agree in every byte."""
+    """Raises ValueError if header and size do not agree in every byte."""
     try:
         entries = parse_json(text)
     except (ValueError, RecursionError) as error:
@@ -385,9 +384,9 @@ def _parse_entry(name: str, entry: Any, first: int) -> StoredTensor:
 
 
 def _are_sizes(values: Any) -> bool:
-    """Whether it is a list of whole numbers, from 0 up to what a file can hold.
+    """Whether it is a list of at most 64 whole numbers, from 0 to the largest size of a file.
 
-    At most 64 of them, because the product of more could take hours.
+    The product of more numbers could take hours.
     """
     return (
         isinstance(values, list)

@@ -35,9 +35,8 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coca_hf.documents import read_documents
-from coca_hf.evaluate.loaded_model import LoadedModel, load_model
+from coca_hf.evaluate.loaded_model import LoadedModel, Rope, load_model
 from coca_hf.evaluate.perplexity import perplexity_rows
-from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.rows import RowStore, Run, command_line
 from coca_hf.evaluate.sample import Sample, draw_sample
 

@@ -69,7 +69,7 @@ BAD_ROWS = {
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "stream.arrow"])
 @pytest.mark.parametrize(("rows", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
-def test_a_row_that_is_no_text_is_named(tmp_path, name, rows, message):
+def test_a_row_without_text_is_named(tmp_path, name, rows, message):
     write(tmp_path / name, rows)
     with pytest.raises(CocaError) as caught:
         list(read_documents(str(tmp_path / name)))
@@ -115,14 +115,14 @@ def test_half_a_surrogate_pair_is_named(tmp_path):
         list(read_documents(str(tmp_path / "a.jsonl")))
 
 
-def test_rows_without_text_are_left_out_where_that_is_asked_for(tmp_path):
+def test_rows_without_text_can_be_skipped(tmp_path):
     write(tmp_path / "a.jsonl", ["one", None, " ", "two"])
     documents = read_documents(str(tmp_path / "a.jsonl"), skip_empty=True)
     assert [document.text for document in documents] == ["one", "two"]
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path, name):
+def test_a_missing_column_is_named_with_the_existing_ones(tmp_path, name):
     write(tmp_path / name, ROWS)
     message = rf"{name}: got columns .*text.*, expected a column 'content'"
     with pytest.raises(CocaError, match=message):
@@ -154,7 +154,7 @@ BAD_FILES = {  # their content, and what is said after their name
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_a_file_that_is_damaged_or_no_text_is_named(tmp_path, name):
+def test_a_damaged_or_binary_file_is_named(tmp_path, name):
     content, message = BAD_FILES[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CocaError, match=f"{re.escape(name)}: {message}") as caught:
@@ -179,7 +179,7 @@ def test_zstandard_without_its_package_says_what_to_install(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["nothing.txt", "no/such/place/*.jsonl", "."])
-def test_where_there_is_nothing_to_read_is_named(tmp_path, monkeypatch, path):
+def test_a_source_with_nothing_to_read_is_named(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CocaError, match=r"got no such file|got a directory without \.txt"):
         list(read_documents(path))

@@ -10,7 +10,7 @@ import coca_hf
 ROOT = Path(coca_hf.__file__).parent
 FLOORS = {
     "errors": 0,
-    "checkout": 0,
+    "provenance": 0,
     "files": 1,
     "models": 0,
     "kernels": 1,

@@ -9,31 +9,22 @@ from pathlib import Path
 import xxhash
 from torch import Tensor
 
-from coca_hf.convert.tensors import Shape
+from coca_hf.convert.initialise import Shape
 from coca_hf.errors import CocaError, short
 from coca_hf.weights import BLOCK_BYTES, FLOATS, HEADS, WeightsFile, checkpoint_file, read_json
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 REMEDY = "merge it with peft's merge_and_unload first, and convert the result"
-# Fields that say nothing about what is merged. Those that are off (null, false, empty) do not,
-# either, and the rest is refused.
-INERT = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "exclude_modules",
-    "inference_mode",
-    "layers_pattern",
-    "layers_to_transform",
-    "lora_dropout",
-    "megatron_core",
-    "peft_version",
-    "qalora_group_size",
-    "revision",
-    "runtime_config",
-    "target_modules",
-    "task_type",
-}
+# Fields that do not change what is merged. Fields that are off (null, false, empty) do not, either,
+# and the rest is refused.
+INERT = set(
+    """
+    auto_mapping base_model_name_or_path exclude_modules inference_mode layers_pattern
+    layers_to_transform lora_dropout megatron_core peft_version qalora_group_size revision
+    runtime_config target_modules task_type
+    """.split()  # noqa: SIM905
+)
 EXPECTED = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -45,8 +36,8 @@ EXPECTED = {
 class Adapter:
     """A directory with plain LoRA on linear layers: W + B A alpha / r, or / sqrt(r) with rslora.
 
-    weights: its open file. targets: the names of the base's tensors that it adds to. record: what
-    `conversion.json` says about it.
+    weights: its open file. targets: the names of the base's tensors that it changes. record: its
+    entry in `conversion.json`.
 
     Raises CocaError for an adapter of any other kind.
     """
@@ -61,16 +52,16 @@ class Adapter:
         config = read_json(self.config_file)
         self.rank, self.scale = self._rank_and_scale(config)
         self.weights = WeightsFile(checkpoint_file(directory, WEIGHTS))
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.weights.close)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.close)
             self.targets = self._check_names()
-            stack.pop_all()
-        self.record = {"name": directory.absolute().name, "xxh3_128": self._hash()}
+            self.record = {"name": directory.absolute().name, "xxh3_128": self._hash()}
+            on_error.pop_all()
 
     def check(self, shapes: Mapping[str, Shape], tied: bool) -> None:
-        """Raise CocaError where the base, whose tensors have `shapes`, is of another form.
+        """Raise CocaError if the adapter does not fit a base whose tensors have `shapes`.
 
-        tied: whether its head is its embedding.
+        tied: whether the base's head is its embedding.
         """
         for name in sorted(self.targets):
             lora_a, lora_b = (self.weights.tensors[stored].shape for stored in self._pair(name))
@@ -87,7 +78,7 @@ class Adapter:
                 )
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """`weight`, which is called `name`, with the adapter: rounded once, as peft does."""
+        """`weight`, of the given `name`, with the adapter added: rounded once, as peft does."""
         lora_a, lora_b = (
             self.weights.read(stored)
             .view(FLOATS[self.weights.tensors[stored].dtype])
@@ -110,11 +101,9 @@ class Adapter:
                     f"linear layers; {REMEDY}"
                 )
         rank, alpha = config.get("r"), config.get("lora_alpha")
-        if (
-            not isinstance(rank, int)
-            or rank < 1
-            or not isinstance(alpha, int | float)
-            or not math.isfinite(alpha)
+        if not (
+            (isinstance(rank, int) and rank >= 1)
+            and (isinstance(alpha, int | float) and math.isfinite(alpha))
         ):
             raise CocaError(
                 f"{self.config_file}: got r={short(rank)}, lora_alpha={short(alpha)}, expected a "
@@ -151,7 +140,7 @@ class Adapter:
         return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
     def _hash(self) -> str:
-        """xxh3_128 of the file of weights and of the factor."""
+        """xxh3_128 of the factor and the file of weights."""
         digest = xxhash.xxh3_128(repr(self.scale).encode())
         buffer = bytearray(BLOCK_BYTES)
         for offset in range(0, self.weights.size, BLOCK_BYTES):

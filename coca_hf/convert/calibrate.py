@@ -1,105 +1,51 @@
-"""`--calibrate`: fit W_Q and W_T of every layer to the original's attention.
+"""Fit W_Q and W_T of one layer to the original's attention; `calibration.py` goes over the layers.
 
-Layer by layer, on the hidden states that the original has there, Adam minimises over W_Q and W_T
-(and their biases)
+On the hidden states that the original has at the layer, Adam minimises over W_Q and W_T (and their
+biases)
 
     mean over queries m of  w_m KL(original's map || CoCA's map),      w_m proportional to (m + 1)^(-1/2)
 
 - Fitting the outputs instead leaves most of the error (LoLCATs, arXiv 2410.10254, starts linear
-  attention so). No gradient passes from layer to layer: none has to make up for the others.
-- The weights guard the first few tokens: a CoCA score is largest at distance 0, and a second token
-  that attends to itself looks like the first one, which some MLP then makes an attention sink of.
-- The competition of many keys is not learnt among few, so that blocks have thousands. A step makes
+  attention that way). No gradient passes between layers, so none has to compensate for the others.
+- The weights protect the first few tokens. A CoCA score is largest at distance 0, and a second token
+  that attends to itself looks like the first one, which some MLP then makes an attention sink.
+- Competition among many keys is not learnt from few keys, so blocks have thousands. A step computes
   the maps of a few queries, drawn in proportion to w_m (`Strata`), from the original's own queries
   and keys. The gradient of KL by CoCA's scores is the difference of the two maps.
-- With the gradient of ReLU half of the coefficients soon are negative for every token, and stay so:
-  `Keys`.
-- Memory holds a pair of layers (`LayerPairs`) and what the original's attention sees there
-  (`Seen`); hidden states lie in files. A run that is killed continues with the layer it was at.
-- Matrices are multiplied in bfloat16 where the processor has AMX or AVX-512 BF16, also in the
-  original; scores and their softmax, divergences, the residual stream and the fitted weights stay
-  float32.
+- With the gradient of ReLU, half of the coefficients would soon be negative for every token and
+  never recover; see `Keys`.
+- Matrices are multiplied in bfloat16 if the processor has AMX or AVX-512 BF16, also in the original.
+  Scores and their softmax, divergences, the residual stream and the fitted weights stay float32.
 
 Letters: see `models/attention.py`; n_b blocks of text.
 """
 
 import contextlib
 import itertools
-import json
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import xxhash
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.functional import cross_entropy, linear
 
-from coca_hf.convert.calibration_text import reach, skipped_positions
-from coca_hf.convert.layer_pairs import (
-    BATCH_TOKENS,
-    FITTED,
-    Angles,
-    HiddenStates,
-    LayerPairs,
-    batches,
-    run_layer,
-)
-from coca_hf.convert.layout import Layout
-from coca_hf.files import replace_text, replacing, size_in_words
+from coca_hf.convert.layer_pairs import Angles, HiddenStates, LayerPairs, batches, run_layer
 from coca_hf.models.attention import CocaAttention, coca_query, own_angles, scaled_key, unit_key
 
 STEPS = 1280  # of every layer, at least
 QUERIES = 48  # of a block in one step
-PARTS = 4  # of those queries, on a CPU: the first parts see few keys, and cost less
-RELATIVE_RATE = 0.03  # the learning rate, over the root mean square of W_Q
+PARTS = 4  # of those queries, on a CPU: the first parts see few keys and cost less
+RELATIVE_RATE = 0.03  # the learning rate, relative to the root mean square of W_Q
 BETAS = (0.8, 0.95)
 WARMUP_STEPS = 10
-LEAK = 0.1  # of the gradient that reaches a coefficient below zero
+LEAK = 0.1  # of the gradient, for a coefficient below zero
 MEASURED_QUERIES = 256  # of a held-out block
-PROCESS_BYTES = 700_000_000  # of Python with torch and transformers
+TIMED_STEPS = 3
 
 
-class LayerFit(NamedTuple):
-    """KL(original's map || CoCA's) in nats, mean over heads and held-out queries; 0 where the
-    attention stays that of the source."""
-
-    kl_start: float
-    kl_fitted: float
-
-
-class FittedLayers(NamedTuple):
-    """The fitted tensors by name in the CoCA model, float32, and what they are worth on held-out
-    text.
-
-    tensors: mapped from their files. seconds: of this run, by what they were spent on.
-    """
-
-    tensors: dict[str, Tensor]
-    layers: list[LayerFit]
-    perplexity: dict[str, float]  # of `original`, `start`, `calibrated`
-    seconds: dict[str, float]
-
-
-class CalibrationProgress(NamedTuple):
-    """divergence: mean `kl_fitted` so far, nats. notice: a line for whoever waits."""
-
-    layers_done: int
-    num_layers: int
-    divergence: float | None
-    notice: str | None
-
-
-Report = Callable[[CalibrationProgress], None]
-
-
-class Seen(NamedTuple):
-    """What the attention of one layer of the original sees and makes of it, and CoCA's angles."""
+class AttentionInputs(NamedTuple):
+    """What the attention of one layer of the original receives and computes, and CoCA's angles."""
 
     inputs: Tensor  # (n_b, m, hidden)
     queries: Tensor  # (n_b, m, h, d), rotated and scaled
@@ -108,16 +54,8 @@ class Seen(NamedTuple):
     sin: Tensor
 
 
-class Needs(NamedTuple):
-    """Bytes that calibration takes on a CPU: memory; hidden states and fitted layers on disk."""
-
-    memory: int
-    disk_states: int
-    disk_layers: int
-
-
 def default_passes(num_blocks: int) -> int:
-    """As many passes over the blocks as make at least `STEPS` steps of one block."""
+    """The passes over the blocks that make at least `STEPS` steps of one block."""
     return math.ceil(STEPS / num_blocks)
 
 
@@ -128,248 +66,17 @@ def matrix_dtype(device: str) -> torch.dtype:
     return torch.bfloat16 if has_bfloat16 else torch.float32
 
 
-def needs(layout: Layout, blocks: Tensor, held_out: Tensor, dtype: torch.dtype) -> Needs:
-    config, tokens = layout.config, blocks.numel() + held_out.numel()
-    first = f"model.layers.{min(layout.converted, default=0)}."
-    layer = [target for target in layout.targets if target.name.startswith(first)]
-    fitted = sum(math.prod(target.shape) for target in layer if target.module in FITTED)
-    weights = sum(math.prod(target.shape) for target in layer) * dtype.itemsize
-    heads = config.num_attention_heads + config.num_key_value_heads
-    seen = tokens * (config.hidden_size + heads * config.head_dim) * dtype.itemsize
-    batch = max(BATCH_TOKENS, blocks.shape[1])
-    activations = batch * (3 * config.intermediate_size * dtype.itemsize + 32 * config.hidden_size)
-    head = 6 * config.vocab_size * config.hidden_size
-    return Needs(
-        # of fitted weights also the gradient and Adam's two moments
-        PROCESS_BYTES + max(weights + 16 * fitted + seen + activations, head),
-        2 * (tokens + 2 * held_out.numel()) * config.hidden_size * 4,
-        len(layout.converted) * fitted * 4,
-    )
-
-
-def calibrate(
-    pairs: LayerPairs,
-    blocks: Tensor,
-    held_out: Tensor,
-    folder: Path,
-    passes: int,
-    seed: int = 0,
-    settings: str = "",
-    report: Report = lambda progress: None,
-) -> FittedLayers:
-    """Fit the queries and coefficients of the CoCA layers of `pairs`, layer by layer.
-
-    blocks: (n_b, m) token ids to fit on; held_out: (n, m) others, to measure on. folder: where
-    every layer's tensors are kept when it is done, and taken from if they were made with the same
-    `settings`, and the hidden states meanwhile. passes: over the blocks. seed: of their order.
-    Layers that keep the original's attention stay as they are; on one machine and number of threads
-    the same arguments give the same bits.
-    """
-    with _precision(pairs.dtype):
-        return _Run(pairs, blocks, held_out, folder, settings).fit_layers(seed, passes, report)
-
-
 @contextlib.contextmanager
-def _precision(dtype: torch.dtype) -> Iterator[None]:
-    """Matrix products of GPUs in TF32, of CPUs in `dtype`."""
+def precision(dtype: torch.dtype) -> Iterator[None]:
+    """Multiply matrices in TF32 on GPUs and in `dtype` on CPUs."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = True
     is_half = dtype == torch.bfloat16
-    try:  # no cache: the weights change from step to step
+    try:  # no cache: the weights change at every step
         with torch.autocast("cpu", torch.bfloat16, enabled=is_half, cache_enabled=False):
             yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
-
-
-class _Run:
-    """A calibration in `folder`.
-
-    layer-N.safetensors  the fitted tensors of layer N, with the settings and a hash
-    states-0, states-1   the hidden states before a layer of even and of odd number: of the blocks,
-                         and of the held-out ones in the original, the start and the calibrated model
-    states.json          the layer that comes next, and the hash of the states before it
-    """
-
-    def __init__(
-        self, pairs: LayerPairs, blocks: Tensor, held_out: Tensor, folder: Path, settings: str
-    ):
-        self.pairs, self.blocks, self.held_out = pairs, blocks, held_out
-        self.settings, self.folder, self.record_file = settings, folder, folder / "states.json"
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        folder.mkdir(exist_ok=True)
-        shape = len(blocks) + 3 * len(held_out), blocks.shape[1], pairs.config.hidden_size
-        self.states = [HiddenStates(folder / f"states-{side}", shape) for side in (0, 1)]
-        self.files = {
-            number: folder / f"layer-{number:05}.safetensors"
-            for number in range(len(pairs))
-            if pairs.is_fitted(number)
-        }
-        self.missing = {n for n, file in self.files.items() if _load(file, settings) is None}
-
-    def fit_layers(self, seed: int, passes: int, report: Report) -> FittedLayers:
-        layers = self._finished_layers()
-        first = len(layers)
-        if first == 0:
-            self._embed()
-        needed = needs(self.pairs.layout, self.blocks, self.held_out, self.pairs.dtype)
-        disk = size_in_words(needed.disk_states + needed.disk_layers)
-        notice = (
-            f"calibrating {len(self.missing)} of {len(self.pairs)} layers: about "
-            f"{size_in_words(needed.memory)} of memory and {disk} of disk in {self.folder}"
-        )
-        self._report(report, layers, notice if self.missing else None)
-        num_blocks, length = self.blocks.shape
-        positions = skipped_positions(num_blocks, length, reach(self.pairs.config), seed)
-        for number in range(first, len(self.pairs)):
-            began = time.perf_counter()
-            layers.append(self._fit_layer(number, positions.to(self.pairs.device), passes, seed))
-            self._record(layers)
-            seconds = time.perf_counter() - began
-            in_all = in_words(seconds * len(self.missing))
-            notice = f"layer {number} took {seconds:,.0f} s; calibration takes about {in_all}"
-            is_first = number == min(self.missing, default=None)
-            self._report(report, layers, notice if is_first else None)
-        with self._timed("measure"):
-            perplexity = self._perplexity()
-        self._remove_states()
-        return FittedLayers(self._fitted_tensors(), layers, perplexity, dict(self.seconds))
-
-    def _fit_layer(self, number: int, positions: Tensor, passes: int, seed: int) -> LayerFit:
-        """Fit a layer, and put all states through it."""
-        pairs, angles = self.pairs, self.pairs.angles
-        before, after = (
-            dict(zip(("text", "original", "start", "calibrated"), parts, strict=True))
-            for parts in (self._parts(number), self._parts(number + 1))
-        )
-        in_order = torch.arange(self.held_out.shape[1], device=pairs.device)
-        in_order = in_order.expand(self.held_out.shape)
-        with self._timed("read"):
-            theirs, ours = pairs.load(number)
-        attention, is_fitted, text = ours.self_attn, number in self.files, None
-        if self._carries_text(number):
-            with self._timed("forward"):
-                places = before["text"], after["text"], positions
-                text = run_original(theirs, *places, angles, _storage(pairs, self.blocks))
-        with self._timed("measure"):
-            seen = run_original(theirs, before["original"], after["original"], in_order, angles)
-            run_layer(ours, before["start"], after["start"], in_order, angles.coca)
-            kl_start = divergences(attention, seen).mean().item() if is_fitted else 0.0
-        if number in self.missing:
-            assert text is not None
-            with self._timed("steps"):
-                fit(attention, text, passes, seed + number)
-            tensors = attention.state_dict()
-            fitted = {name: tensors[name] for name in tensors if name.startswith(FITTED)}
-            _save(fitted, self.files[number], self.settings)
-        elif is_fitted:
-            fitted = _load(self.files[number], self.settings) or {}
-            attention.load_state_dict(fitted, strict=False)
-        with self._timed("measure"):
-            kl_fitted = divergences(attention, seen).mean().item() if is_fitted else 0.0
-            run_layer(ours, before["calibrated"], after["calibrated"], in_order, angles.coca)
-        return LayerFit(kl_start, kl_fitted)
-
-    def _fitted_tensors(self) -> dict[str, Tensor]:
-        return {
-            f"model.layers.{number}.self_attn.{name}": tensor
-            for number, file in self.files.items()
-            for name, tensor in load_file(file).items()
-        }
-
-    def _parts(self, number: int) -> Iterator[HiddenStates]:
-        """The states before layer `number`: of the text, and of what is held out in each model."""
-        return self.states[number % 2].split(len(self.blocks), *[len(self.held_out)] * 3)
-
-    def _carries_text(self, number: int) -> bool:
-        """Whether the states of the text are needed before layer `number`."""
-        return any(missing >= number for missing in self.missing)
-
-    @torch.no_grad()
-    def _embed(self) -> None:
-        embeddings, states = self.pairs.embeddings(), self.states[0]
-        self._remove_states()
-        ids = torch.cat((self.blocks, *[self.held_out] * 3))
-        for some in batches(states):
-            states[some] = embeddings[ids[some]]
-
-    def _remove_states(self) -> None:
-        for path in self.folder.glob("states*"):
-            path.unlink()
-
-    def _record(self, layers: list[LayerFit]) -> None:
-        """Note that `layers` are done: a run that is killed continues after them."""
-        with self._timed("states"):
-            record = {
-                "settings": self.settings,
-                "kept": list(self.pairs.config.coca_kept_layers),
-                "carries_text": self._carries_text(len(layers)),
-                "hash": self.states[len(layers) % 2].hash(),
-                "layers": layers,
-            }
-            replace_text(self.record_file, json.dumps(record))
-
-    def _finished_layers(self) -> list[LayerFit]:
-        """The layers whose successor's states are here, whole."""
-        try:
-            record = json.loads(self.record_file.read_text())
-            layers = [LayerFit(*map(float, layer)) for layer in record["layers"]]
-            kept, number = list(self.pairs.config.coca_kept_layers), len(layers)
-            is_same = (record["settings"], record["kept"]) == (self.settings, kept)
-            has_all = self._carries_text(number) <= record["carries_text"]
-            is_whole = self.states[number % 2].hash() == record["hash"]
-        except (OSError, ValueError, LookupError, TypeError):
-            return []
-        all_fitted = all(missing >= number for missing in self.missing)
-        return layers if is_same and has_all and is_whole and all_fitted else []
-
-    def _report(self, report: Report, layers: list[LayerFit], notice: str | None) -> None:
-        found = [layer.kl_fitted for number, layer in enumerate(layers) if number in self.files]
-        divergence = sum(found) / len(found) if found else None
-        report(CalibrationProgress(len(layers), len(self.pairs), divergence, notice))
-
-    @contextlib.contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[what] += time.perf_counter() - began
-
-    @torch.no_grad()
-    @torch.autocast("cpu", enabled=False)
-    def _perplexity(self) -> dict[str, float]:
-        """Perplexity of the held-out text from the states after the last layer.
-
-        The norm and the head are the same in both models.
-        """
-        norm, head = self.pairs.norm_and_head()
-        following = self.held_out[:, 1:].flatten().to(head.device).split(512)
-        found = {}
-        _, *streams = self._parts(len(self.pairs))
-        for name, stream in zip(("original", "start", "calibrated"), streams, strict=True):
-            rows = stream[:][:, :-1].flatten(0, 1).to(head.device).split(512)
-            losses = [
-                cross_entropy(linear(norm(row), head), ids, reduction="sum").item()
-                for row, ids in zip(rows, following, strict=True)
-            ]
-            found[name] = math.exp(sum(losses) / self.held_out[:, 1:].numel())
-        return found
-
-
-def in_words(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
-
-
-def _storage(pairs: LayerPairs, blocks: Tensor) -> str:
-    """Where what a layer makes of the text is kept: on the GPU if it takes at most half of it."""
-    if not pairs.device.startswith("cuda"):
-        return pairs.device
-    config = pairs.config
-    heads = config.num_attention_heads + config.num_key_value_heads
-    needed = blocks.numel() * (config.hidden_size + heads * config.head_dim) * 4
-    return pairs.device if needed < torch.cuda.mem_get_info(pairs.device)[0] / 2 else "cpu"
 
 
 @torch.no_grad()
@@ -380,10 +87,10 @@ def run_original(
     positions: Tensor,
     angles: Angles,
     storage: str | None = None,
-) -> Seen:
-    """Put `states` through `layer`, as in `run_layer`.
+) -> AttentionInputs:
+    """Run `states` through `layer`, as in `run_layer`, and return what its attention sees.
 
-    storage: the device of what is returned, by default that of `positions`.
+    storage: the device of the result, by default that of `positions`.
     """
     device, kept = storage or positions.device, list[Tensor]()
     is_half = torch.is_autocast_enabled("cpu")
@@ -397,10 +104,10 @@ def run_original(
             whole[some] = part
 
     run_layer(layer, states, after, positions, angles.original, keep)
-    return Seen(*kept, *(part.to(device) for part in angles.coca(positions)))
+    return AttentionInputs(*kept, *(part.to(device) for part in angles.coca(positions)))
 
 
-def fit(attention: CocaAttention, seen: Seen, passes: int, seed: int) -> None:
+def fit(attention: CocaAttention, seen: AttentionInputs, passes: int, seed: int) -> None:
     """Train W_Q and W_T of `attention`, in place."""
     num_blocks, length = seen.inputs.shape[:2]
     draw = torch.Generator().manual_seed(seed)
@@ -426,7 +133,7 @@ def fit(attention: CocaAttention, seen: Seen, passes: int, seed: int) -> None:
 
 
 class Strata:
-    """A block's rows in strata of equal weight w_m; the first, which sees only itself, has none."""
+    """A block's rows in strata of equal weight w_m; row 0, which sees only itself, has weight 0."""
 
     def __init__(self, length: int):
         self.number, self.length = min(QUERIES, length), length
@@ -435,13 +142,13 @@ class Strata:
         self._sums = weights.cumsum(0) / weights.sum()
 
     def draw(self, *visits: int, generator: torch.Generator) -> Tensor:
-        """A row of every stratum, (*visits, r), rising."""
+        """A row of every stratum, (*visits, r), ascending."""
         return self._row(
             torch.arange(self.number) + torch.rand(*visits, self.number, generator=generator)
         )
 
     def parts(self, number: int) -> Iterator[tuple[slice, int]]:
-        """The strata in `number` parts, each with how many keys its last row sees at most."""
+        """The strata in `number` parts, each with the most keys that its last row may see."""
         ends = [self.number * part // number for part in range(number + 1)]
         for start, end in itertools.pairwise(ends):
             yield slice(start, end), int(self._row(torch.tensor(float(end)))) + 1
@@ -453,15 +160,15 @@ class Strata:
 
 def backward(
     attention: CocaAttention,
-    seen: Seen,
+    seen: AttentionInputs,
     blocks: Tensor,
     rows: Tensor,
     parts: list[tuple[slice, int]],
 ) -> None:
     """Accumulate the gradients of the mean of KL(original's map || CoCA's).
 
-    blocks: (b,); rows: of each, (b, r); parts: slices of r, each with how many keys its queries see
-    at most.
+    blocks: (b,); rows: of each, (b, r); parts: slices of r, each with the most keys that its
+    queries may see.
     """
     device = attention.q_proj.weight.device
     their_query = seen.queries[blocks[:, None], rows].transpose(1, 2).to(device, torch.float32)
@@ -503,7 +210,7 @@ def fold(
 def folded(
     attention: CocaAttention, q: Tensor, t: Tensor, angles: tuple[Tensor, Tensor], rows: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same, of queries (b, h, r, d) and coefficients (b, g, n, j)."""
+    """As `fold`, from queries (b, h, r, d) and coefficients (b, g, n, j)."""
     constraint = attention.config.coca_constraint
     angles = own_angles(attention.config, attention.layer_idx, *angles)
     cos, sin = (part.unsqueeze(1) for part in angles)
@@ -523,20 +230,20 @@ def scores(query: Tensor, key: Tensor) -> Tensor:
 
 
 def by_group(x: Tensor, groups: int) -> Tensor:
-    """(b, h, r, ...) as (b, g, h / g * r, ...), without copies of keys."""
+    """(b, h, r, ...) as (b, g, h / g * r, ...), so keys need no copies."""
     return x.unflatten(1, (groups, -1)).flatten(2, 3)
 
 
 def later_keys(rows: Tensor, length: int) -> Tensor:
-    """Added to scores, (b, 1, r, n), it hides the keys after the queries in rows (b, r)."""
+    """A mask to add to scores, (b, 1, r, n): it hides the keys after the queries in rows (b, r)."""
     later = torch.arange(length, device=rows.device) > rows[:, None, :, None]
     return later * torch.finfo(torch.float32).min
 
 
 class Keys(torch.autograd.Function):
-    """`scaled_key(relu(t), unit_key)`, except that a coefficient below zero has a gradient, too.
+    """`scaled_key(relu(t), unit_key)`, except that coefficients below zero also have a gradient.
 
-    A tenth of it, where the loss wants the coefficient larger.
+    It is `LEAK` times the usual one, where the loss wants the coefficient to grow.
     """
 
     @staticmethod
@@ -554,8 +261,8 @@ class Keys(torch.autograd.Function):
 
 @torch.no_grad()
 @torch.autocast("cpu", enabled=False)
-def divergences(attention: CocaAttention, seen: Seen) -> Tensor:
-    """KL(original's map || CoCA's) in nats of every head, (h,): mean over blocks and queries."""
+def divergences(attention: CocaAttention, seen: AttentionInputs) -> Tensor:
+    """KL(original's map || CoCA's) of every head in nats, (h,), the mean over blocks and queries."""
     device, length = attention.q_proj.weight.device, seen.inputs.shape[1]
     rows = torch.arange(length - 1, -1, -math.ceil(length / MEASURED_QUERIES), device=device)[None]
     found = []
@@ -568,25 +275,53 @@ def divergences(attention: CocaAttention, seen: Seen) -> Tensor:
     return torch.stack(found).mean(0)
 
 
-def _save(tensors: dict[str, Tensor], file: Path, settings: str) -> None:
-    with replacing(file) as partial:
-        save_file(tensors, partial, metadata={"settings": settings, "hash": _hash(tensors)})
+def expected_seconds(
+    pairs: LayerPairs,
+    blocks: Tensor,
+    held_out: Tensor,
+    passes: int,
+    missing: Collection[int],
+    storage: str,
+    ranked_tokens: int = 0,
+    first: int = 0,
+) -> float:
+    """The seconds that calibration takes from layer `first` on, if it has to fit the `missing`.
+
+    A batch is run through the first of these layers, and a few steps are made, on weights that are
+    loaded only for this. storage: as in `run_original`. ranked_tokens: how many tokens the layers
+    are ranked on afterwards.
+    """
+    with precision(pairs.dtype):
+        began = time.perf_counter()
+        theirs, ours = pairs.load(min(missing))
+        read, attention = time.perf_counter() - began, ours.self_attn
+        ids = blocks[next(batches(blocks))]
+        states = pairs.embeddings()[ids].float()
+        positions = torch.arange(ids.shape[1], device=pairs.device).expand(ids.shape)
+        places = states, torch.empty_like(states), positions
+
+        def run() -> AttentionInputs:
+            return run_original(theirs, *places, pairs.angles, storage)
+
+        # the first time of each allocates and compiles
+        seen = AttentionInputs(*(part[:1] for part in run()))
+        divergences(attention, seen)
+        fit(attention, seen, 1, seed=0)
+        forward, measure = _seconds(run), _seconds(lambda: divergences(attention, seen))
+        step = _seconds(lambda: fit(attention, seen, TIMED_STEPS, seed=0)) / TIMED_STEPS
+    layers, held_out_tokens = len(pairs), held_out.numel()
+    reads = layers - first
+    tokens = blocks.numel() * (max(missing) + 1 - first) + 3 * held_out_tokens * reads
+    if ranked_tokens:  # a run per layer, and then another calibration with the kept layers
+        tokens += ranked_tokens * layers * (layers + 3) // 2 + 3 * held_out_tokens * layers
+        reads += 2 * layers
+    fits = passes * len(blocks) * step + 2 * len(held_out) * measure
+    return reads * read + tokens / ids.numel() * forward + len(missing) * fits
 
 
-def _load(file: Path, settings: str) -> dict[str, Tensor] | None:
-    """What `_save` wrote, or None where that is another layer's, damaged or absent."""
-    try:
-        with safe_open(file, "pt") as stream:
-            tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
-            made = stream.metadata() == {"settings": settings, "hash": _hash(tensors)}
-    except (SafetensorError, FileNotFoundError):
-        return None
-    return tensors if made else None
-
-
-def _hash(tensors: dict[str, Tensor]) -> str:
-    digest = xxhash.xxh3_128()
-    for name in sorted(tensors):
-        digest.update(name.encode())
-        digest.update(tensors[name].cpu().contiguous().numpy().data)
-    return digest.hexdigest()
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began

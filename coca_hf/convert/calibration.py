@@ -1,40 +1,121 @@
-"""The calibration that belongs to a conversion: on which text, what it takes, and its record."""
+"""`--calibrate`: fit the attention of all layers, and find the layers whose conversion harms most.
 
+The layers are fitted one at a time (`calibrate.py`), on the hidden states that the original has
+there. Memory holds a pair of layers (`LayerPairs`) and what the original's attention sees there
+(`AttentionInputs`); hidden states are in files. A run that is killed continues with the layer it was at.
+
+The harm of converting a layer is how much the original's predictions change if this layer alone has
+CoCA's attention, calibrated: the mean over tokens, in nats, of
+
+    KL(original's prediction || prediction with this layer converted)
+
+The tokens are held-out text and, because lookups are what conversion loses, the same text with
+repeated passages (`repeated_blocks`). `coca-eval layers` measures more: each layer also as the last
+one to be converted.
+"""
+
+import contextlib
+import itertools
 import json
+import math
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import cross_entropy, linear
 
 from coca_hf import models
-from coca_hf.checkout import versions
 from coca_hf.convert.calibrate import (
-    FittedLayers,
-    Report,
-    calibrate,
     default_passes,
+    divergences,
+    expected_seconds,
+    fit,
     matrix_dtype,
-    needs,
+    precision,
+    run_original,
 )
-from coca_hf.convert.calibration_text import calibration_blocks, reach, repeated_blocks
+from coca_hf.convert.calibration_text import (
+    calibration_blocks,
+    reach,
+    repeated_blocks,
+    skipped_positions,
+)
 from coca_hf.convert.config import head_of
-from coca_hf.convert.harm import harm_bytes, layer_harms, most_harmful
-from coca_hf.convert.layer_pairs import LayerPairs
+from coca_hf.convert.layer_pairs import (
+    BATCH_TOKENS,
+    FITTED,
+    HiddenStates,
+    LayerPairs,
+    batches,
+    run_layer,
+)
 from coca_hf.convert.layout import Layout
-from coca_hf.convert.staging import Staging
-from coca_hf.convert.writer import bytes_of
+from coca_hf.convert.writer import PROCESS_BYTES, bytes_of
 from coca_hf.errors import CocaError
+from coca_hf.files import replace_text, replacing, size_in_words
 from coca_hf.held_out import Place
+from coca_hf.provenance import versions
 
-# Layers that other code fitted are not reused. Initialisation, attention, rotary angles and the fit
-# all decide what a fit is, so that any change in these directories counts.
+# A change in these directories can change a fit: the initialisation, the attention, the rotary
+# angles and the fit itself are there. Layers that other code fitted are not reused.
 CODE = (Path(__file__).parent, Path(models.__file__).parent)
+AUTO_SHARE = 0.5  # `auto` keeps the fewest layers that cause this share of the summed harm
+CHUNK = 512  # tokens whose predictions are in memory at once
+
+
+class LayerFit(NamedTuple):
+    """KL(original's map || CoCA's) in nats, the mean over heads and held-out queries; 0 if the layer
+    keeps the source's attention."""
+
+    kl_start: float
+    kl_fitted: float
+
+
+class FittedLayers(NamedTuple):
+    """The fitted tensors by name in the CoCA model, in float32, and their quality on held-out text.
+
+    tensors: mapped from their files. perplexity: of `original`, `start` and `calibrated`. seconds:
+    of this run, by part.
+    """
+
+    tensors: dict[str, Tensor]
+    layers: list[LayerFit]
+    perplexity: dict[str, float]
+    seconds: dict[str, float]
+
+
+class CalibrationProgress(NamedTuple):
+    """divergence: the mean `kl_fitted` so far, nats. notice: a line to show."""
+
+    layers_done: int
+    num_layers: int
+    divergence: float | None
+    notice: str | None
+
+
+Report = Callable[[CalibrationProgress], None]
+
+
+class Needs(NamedTuple):
+    """Bytes that calibration takes on a CPU: memory; hidden states and fitted layers on disk."""
+
+    memory: int
+    disk_states: int
+    disk_layers: int
 
 
 class Calibration:
-    """The calibration of the source of `layout` on the documents of `place`."""
+    """The calibration of the source of `layout` on the documents of `place`.
+
+    ranked_tokens: how many tokens the layers are ranked on after the fit, perhaps none.
+    """
 
     def __init__(
         self,
@@ -49,8 +130,8 @@ class Calibration:
     ):
         if (layout.from_coca and not layout.converted) or layout.released:
             raise CocaError(
-                "--calibrate: got a CoCA checkpoint, expected an original, or a layer that it "
-                "keeps, whose attention is imitated; leave --ntk-length for another command"
+                "--calibrate: got a CoCA checkpoint, expected an original, or a kept layer, whose "
+                "attention can be imitated; leave --ntk-length for another command"
             )
         if head_of(layout.config.architectures) != "ForCausalLM":
             raise CocaError(
@@ -58,44 +139,54 @@ class Calibration:
                 "language model, whose predictions it measures; leave --calibrate out, or "
                 "calibrate the model that the classifier was trained from"
             )
-        self.device = device
-        self.text, self.text_commit, self.seed = place[0], place[4], seed
-        self.tokenizer = layout.source.load_tokenizer()
+        self.text, self.text_commit, self.device, self.seed = place[0], place[4], device, seed
+        self.tokenizer = layout.source.tokenizer
         text_blocks, self.held_out = calibration_blocks(
             place, self.tokenizer, layout.config, num_tokens, block_tokens, seed
         )
-        self.blocks = torch.cat(
-            (text_blocks, repeated_blocks(text_blocks, self.tokenizer, layout.config, seed))
-        )
-        self.text_tokens = text_blocks.numel()
-        self.passes = passes or default_passes(len(self.blocks))
+        repeated = repeated_blocks(text_blocks, self.tokenizer, layout.config, seed)
+        self.blocks, self.text_tokens = torch.cat((text_blocks, repeated)), text_blocks.numel()
         self.blocks_hash = xxhash.xxh3_128_hexdigest(bytes_of(self.blocks))
-        self.dtype = matrix_dtype(device)
+        self.passes, self.dtype = passes or default_passes(len(self.blocks)), matrix_dtype(device)
+        self.ranked_tokens = 2 * self._ranking_blocks().numel() if ranks_layers else 0
+        self.needs = needs(layout, self.blocks, self.held_out, self.dtype, self.ranked_tokens)
         files = [file for folder in CODE for file in sorted(folder.glob("*.py"))]
+        others = ("coca_kept_layers", "coca_kept_window", "dtype")
         settings = {
             "source": layout.source.states(),
             "blocks": [self.blocks.shape, self.blocks_hash],
             "held out": xxhash.xxh3_128_hexdigest(bytes_of(self.held_out)),
             "fit": [layout.config.coca_constraint, seed, self.passes, device, self.dtype],
             "code": [xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in files],
-            # Fitted tensors are float32, and do not depend on which other layers are kept.
-            "config": layout.config.to_dict()
-            | {"coca_kept_layers": None, "coca_kept_window": None, "dtype": None},
+            # fitted tensors are float32, and do not depend on which other layers are kept
+            "config": layout.config.to_dict() | dict.fromkeys(others),
             "versions": versions("torch", "transformers"),
         }
         self.settings = json.dumps(settings, default=str)
-        self.needs = needs(layout, self.blocks, self.held_out, self.dtype)
-        if ranks_layers:
-            ranked = 2 * self._ranking_blocks().numel()
-            states = max(self.needs.disk_states, harm_bytes(layout.config, ranked))
-            self.needs = self.needs._replace(disk_states=states)
         self.harms: list[float] | None = None
         self.seconds = 0.0
 
-    def run(self, layout: Layout, staging: Staging, report: Report) -> None:
-        """Fit the layers of `layout`, which gets the tensors; `record` gets what was done."""
+    def plan(self, layout: Layout, has_numbers: bool) -> dict:
+        """What `run` would take; the time is known if the weights are here to time a step."""
+        seconds = None
+        if has_numbers:
+            pairs = LayerPairs(layout, self.device, self.dtype)
+            fitted, storage = layout.converted, _storage(pairs, self.blocks)
+            texts, ranked = (self.blocks, self.held_out), self.ranked_tokens
+            seconds = expected_seconds(pairs, *texts, self.passes, fitted, storage, ranked)
+        return {
+            "tokens": self.blocks.numel(),
+            "passes": self.passes,
+            "device": self.device,
+            "memory_bytes": self.needs.memory,
+            "disk_bytes": self.needs.disk_states + self.needs.disk_layers,
+            "seconds": seconds,
+        }
+
+    def run(self, layout: Layout, folder: Path, report: Report) -> None:
+        """Fit the layers of `layout`, which receives the tensors; `record` says what was done."""
         began = time.perf_counter()
-        done = self._fit(layout, staging, report)
+        done = self._fit(layout, folder, report)
         layout.calibrated = done.tensors
         record = {
             "text": self.text,
@@ -117,41 +208,333 @@ class Calibration:
         }
         self.record = {name: value for name, value in record.items() if value is not None}
 
-    def plan(self) -> dict:
-        return {
-            "tokens": self.blocks.numel(),
-            "passes": self.passes,
-            "device": self.device,
-            "memory_bytes": self.needs.memory,
-            "disk_bytes": self.needs.disk_states + self.needs.disk_layers,
-        }
-
-    def _ranking_blocks(self) -> Tensor:
-        """The half of the held-out text that layers are ranked on; the same with repeats is added."""
-        return self.held_out[: max(1, len(self.held_out) // 2)]
-
     def most_harmful(
-        self, layout: Layout, number: int | str, staging: Staging, report: Report
+        self, layout: Layout, number: int | str, folder: Path, report: Report
     ) -> list[int]:
-        """Fit all layers; returns the `number` (or `auto`) whose conversion harms most."""
+        """Fit all layers, and return the `number` (or `auto`) whose conversion harms most."""
         began = time.perf_counter()
-        done = self._fit(layout, staging, report)
+        done = self._fit(layout, folder, report)
         text_blocks = self._ranking_blocks()
         repeated = repeated_blocks(text_blocks, self.tokenizer, layout.config, self.seed)
         blocks = torch.cat((text_blocks, repeated))
-        pairs = LayerPairs(layout, self.device)
-        self.harms = layer_harms(pairs, done.tensors, blocks, staging.calibrated)
+        self.harms = layer_harms(LayerPairs(layout, self.device), done.tensors, blocks, folder)
         self.seconds = time.perf_counter() - began
         return most_harmful(self.harms, None if number == "auto" else int(number))
 
-    def _fit(self, layout: Layout, staging: Staging, report: Report) -> FittedLayers:
-        return calibrate(
-            LayerPairs(layout, self.device, self.dtype),
-            self.blocks,
-            self.held_out,
-            staging.calibrated,
-            self.passes,
-            self.seed,
-            self.settings,
-            report,
+    def _ranking_blocks(self) -> Tensor:
+        """The half of the held-out text that layers are ranked on, also with repeated passages."""
+        return self.held_out[: max(1, len(self.held_out) // 2)]
+
+    def _fit(self, layout: Layout, folder: Path, report: Report) -> FittedLayers:
+        pairs, texts = LayerPairs(layout, self.device, self.dtype), (self.blocks, self.held_out)
+        run = CalibrationRun(
+            pairs, *texts, folder, self.passes, self.seed, self.settings, self.ranked_tokens
         )
+        return run.fit_layers(report)
+
+
+def needs(
+    layout: Layout, blocks: Tensor, held_out: Tensor, dtype: torch.dtype, ranked_tokens: int = 0
+) -> Needs:
+    config, tokens = layout.config, blocks.numel() + held_out.numel()
+    first = f"model.layers.{min(layout.converted, default=0)}."
+    layer = [target for target in layout.targets if target.name.startswith(first)]
+    fitted = sum(math.prod(target.shape) for target in layer if target.module in FITTED)
+    weights = sum(math.prod(target.shape) for target in layer) * dtype.itemsize
+    heads = config.num_attention_heads + config.num_key_value_heads
+    seen = tokens * (config.hidden_size + heads * config.head_dim) * dtype.itemsize
+    batch = max(BATCH_TOKENS, blocks.shape[1])
+    activations = batch * (3 * config.intermediate_size * dtype.itemsize + 32 * config.hidden_size)
+    head = 6 * config.vocab_size * config.hidden_size
+    fit_states = 2 * (tokens + 2 * held_out.numel())
+    rank_states = ranked_tokens * (config.num_hidden_layers + 1)  # a model per layer, the original
+    return Needs(
+        # fitted weights also have a gradient and Adam's two moments
+        PROCESS_BYTES + max(weights + 16 * fitted + seen + activations, head),
+        max(fit_states, rank_states) * config.hidden_size * 4,
+        len(layout.converted) * fitted * 4,
+    )
+
+
+def in_words(seconds: float) -> str:
+    """`45 s`, `31 min` or `2 h 5 min`."""
+    minutes = round(seconds / 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min" if minutes >= 2 else f"{math.ceil(seconds)} s"
+
+
+class CalibrationRun:
+    """Fits the queries and coefficients of the CoCA layers of `pairs`, layer by layer.
+
+    blocks: (n_b, m) token ids to fit on; held_out: (n, m) others, to measure on. passes: over the
+    blocks. seed: decides their order. settings: fitted layers in `folder` are reused if they were
+    made with the same. ranked_tokens: how many tokens the caller then ranks layers on. Layers that
+    keep the original's attention do not change. On one machine and number of threads, the same
+    arguments give the same bits. In `folder` are
+
+    layer-N.safetensors  the fitted tensors of layer N, with the settings and a hash
+    states-0, states-1   the hidden states before a layer of even and of odd number: of the blocks,
+                         and of the held-out ones in the original, the start and the calibrated model
+    states.json          the layer that comes next, and the hash of the states before it
+    """
+
+    def __init__(
+        self,
+        pairs: LayerPairs,
+        blocks: Tensor,
+        held_out: Tensor,
+        folder: Path,
+        passes: int,
+        seed: int = 0,
+        settings: str = "",
+        ranked_tokens: int = 0,
+    ):
+        self.pairs, self.blocks, self.held_out = pairs, blocks, held_out
+        self.passes, self.seed, self.ranked_tokens = passes, seed, ranked_tokens
+        self.settings, self.folder, self.record_file = settings, folder, folder / "states.json"
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        folder.mkdir(exist_ok=True)
+        shape = len(blocks) + 3 * len(held_out), blocks.shape[1], pairs.config.hidden_size
+        self.states = [HiddenStates(folder / f"states-{side}", shape) for side in (0, 1)]
+        fitted = filter(pairs.is_fitted, range(len(pairs)))
+        self.files = {number: folder / f"layer-{number:05}.safetensors" for number in fitted}
+        self.missing = {n for n, file in self.files.items() if _load(file, settings) is None}
+
+    def fit_layers(self, report: Report = lambda progress: None) -> FittedLayers:
+        layers = self._finished_layers()
+        first = len(layers)
+        if first == 0:
+            self._embed()
+        self._report(report, layers, self._notice(first) if self.missing else None)
+        num_blocks, length = self.blocks.shape
+        positions = skipped_positions(num_blocks, length, reach(self.pairs.config), self.seed)
+        positions = positions.to(self.pairs.device)
+        with precision(self.pairs.dtype):
+            for number in range(first, len(self.pairs)):
+                layers.append(self._fit_layer(number, positions))
+                self._record(layers)
+                self._report(report, layers)
+            with self._timed("measure"):
+                perplexity = self._perplexity()
+        self._remove_states()
+        tensors = {
+            f"model.layers.{number}.self_attn.{name}": tensor
+            for number, file in self.files.items()
+            for name, tensor in load_file(file).items()
+        }
+        return FittedLayers(tensors, layers, perplexity, dict(self.seconds))
+
+    def _notice(self, first: int) -> str:
+        pairs, texts, ranked = self.pairs, (self.blocks, self.held_out), self.ranked_tokens
+        needed = needs(pairs.layout, *texts, pairs.dtype, ranked)
+        storage = _storage(pairs, self.blocks)
+        seconds = expected_seconds(pairs, *texts, self.passes, self.missing, storage, ranked, first)
+        return (
+            f"calibrating {len(self.missing)} of {len(pairs)} layers: about {in_words(seconds)}, "
+            f"{size_in_words(needed.memory)} of memory and "
+            f"{size_in_words(needed.disk_states + needed.disk_layers)} of disk in {self.folder}"
+        )
+
+    def _fit_layer(self, number: int, positions: Tensor) -> LayerFit:
+        """Fit a layer, and run all states through it."""
+        pairs, angles = self.pairs, self.pairs.angles
+        text, original, start, calibrated = zip(
+            self._parts(number), self._parts(number + 1), strict=True
+        )
+        in_order = torch.arange(self.held_out.shape[1], device=pairs.device)
+        in_order = in_order.expand(self.held_out.shape)
+        with self._timed("read"):
+            theirs, ours = pairs.load(number)
+        attention, is_fitted, text_seen = ours.self_attn, number in self.files, None
+        if self._carries_text(number):
+            with self._timed("forward"):
+                storage = _storage(pairs, self.blocks)
+                text_seen = run_original(theirs, *text, positions, angles, storage)
+        with self._timed("measure"):
+            seen = run_original(theirs, *original, in_order, angles)
+            run_layer(ours, *start, in_order, angles.coca)
+            kl_start = divergences(attention, seen).mean().item() if is_fitted else 0.0
+        if number in self.missing:
+            assert text_seen is not None
+            with self._timed("steps"):
+                fit(attention, text_seen, self.passes, self.seed + number)
+            tensors = attention.state_dict()
+            fitted = {name: tensors[name] for name in tensors if name.startswith(FITTED)}
+            _save(fitted, self.files[number], self.settings)
+        elif is_fitted:
+            fitted = _load(self.files[number], self.settings) or {}
+            attention.load_state_dict(fitted, strict=False)
+        with self._timed("measure"):
+            kl_fitted = divergences(attention, seen).mean().item() if is_fitted else 0.0
+            run_layer(ours, *calibrated, in_order, angles.coca)
+        return LayerFit(kl_start, kl_fitted)
+
+    def _parts(self, number: int) -> Iterator[HiddenStates]:
+        """The states before layer `number`: of the text, and of held-out text in each model."""
+        return self.states[number % 2].split(len(self.blocks), *[len(self.held_out)] * 3)
+
+    def _carries_text(self, number: int) -> bool:
+        """Whether the states of the text are needed before layer `number`."""
+        return any(missing >= number for missing in self.missing)
+
+    @torch.no_grad()
+    def _embed(self) -> None:
+        embeddings, states = self.pairs.embeddings(), self.states[0]
+        self._remove_states()
+        ids = torch.cat((self.blocks, *[self.held_out] * 3))
+        for some in batches(states):
+            states[some] = embeddings[ids[some]]
+
+    def _remove_states(self) -> None:
+        for path in self.folder.glob("states*"):
+            path.unlink()
+
+    def _record(self, layers: list[LayerFit]) -> None:
+        """Note that `layers` are done, so a run that is killed continues after them."""
+        with self._timed("states"):
+            record = {
+                "settings": self.settings,
+                "kept": list(self.pairs.config.coca_kept_layers),
+                "carries_text": self._carries_text(len(layers)),
+                "hash": self.states[len(layers) % 2].hash(),
+                "layers": layers,
+            }
+            replace_text(self.record_file, json.dumps(record))
+
+    def _finished_layers(self) -> list[LayerFit]:
+        """The finished layers, if the states after the last of them are here and undamaged."""
+        try:
+            record = json.loads(self.record_file.read_text())
+            layers = [LayerFit(*map(float, layer)) for layer in record["layers"]]
+            kept, number = list(self.pairs.config.coca_kept_layers), len(layers)
+            is_same = (record["settings"], record["kept"]) == (self.settings, kept)
+            has_all = self._carries_text(number) <= record["carries_text"]
+            is_whole = self.states[number % 2].hash() == record["hash"]
+        except (OSError, ValueError, LookupError, TypeError):
+            return []
+        all_fitted = all(missing >= number for missing in self.missing)
+        return layers if is_same and has_all and is_whole and all_fitted else []
+
+    def _report(self, report: Report, layers: list[LayerFit], notice: str | None = None) -> None:
+        found = [layer.kl_fitted for number, layer in enumerate(layers) if number in self.files]
+        divergence = sum(found) / len(found) if found else None
+        report(CalibrationProgress(len(layers), len(self.pairs), divergence, notice))
+
+    @contextlib.contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[what] += time.perf_counter() - began
+
+    @torch.no_grad()
+    @torch.autocast("cpu", enabled=False)
+    def _perplexity(self) -> dict[str, float]:
+        """Perplexity of the held-out text from the states after the last layer.
+
+        The norm and the head are the same in both models.
+        """
+        norm, head = self.pairs.norm_and_head()
+        following = self.held_out[:, 1:].flatten().to(head.device).split(CHUNK)
+        found = {}
+        _, *streams = self._parts(len(self.pairs))
+        for name, stream in zip(("original", "start", "calibrated"), streams, strict=True):
+            rows = stream[:][:, :-1].flatten(0, 1).to(head.device).split(CHUNK)
+            losses = [
+                cross_entropy(linear(norm(row), head), ids, reduction="sum").item()
+                for row, ids in zip(rows, following, strict=True)
+            ]
+            found[name] = math.exp(sum(losses) / self.held_out[:, 1:].numel())
+        return found
+
+
+def _storage(pairs: LayerPairs, blocks: Tensor) -> str:
+    """The device for what a layer computes from the text: the GPU if that takes half of it at most."""
+    if not pairs.device.startswith("cuda"):
+        return pairs.device
+    config = pairs.config
+    heads = config.num_attention_heads + config.num_key_value_heads
+    needed = blocks.numel() * (config.hidden_size + heads * config.head_dim) * 4
+    return pairs.device if needed < torch.cuda.mem_get_info(pairs.device)[0] / 2 else "cpu"
+
+
+def _save(tensors: dict[str, Tensor], file: Path, settings: str) -> None:
+    with replacing(file) as partial:
+        save_file(tensors, partial, metadata={"settings": settings, "hash": _hash(tensors)})
+
+
+def _load(file: Path, settings: str) -> dict[str, Tensor] | None:
+    """What `_save` wrote; None if it is from another calibration, damaged or absent."""
+    try:
+        with safe_open(file, "pt") as stream:
+            tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+            made = stream.metadata() == {"settings": settings, "hash": _hash(tensors)}
+    except (SafetensorError, FileNotFoundError):
+        return None
+    return tensors if made else None
+
+
+def _hash(tensors: dict[str, Tensor]) -> str:
+    digest = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(bytes_of(tensors[name].cpu()))
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def layer_harms(
+    pairs: LayerPairs, fitted: Mapping[str, Tensor], blocks: Tensor, folder: Path
+) -> list[float]:
+    """The harm of converting each layer of `pairs`, on `blocks`, (n, m) token ids.
+
+    fitted: the calibrated tensors by name in the CoCA model. folder: gets a file of hidden states
+    while this runs; memory holds a pair of layers and a block.
+    """
+    number_of_blocks, length = blocks.shape
+    file, models_run = folder / "states-harm", len(pairs) + 1
+    states = HiddenStates(file, (number_of_blocks * models_run, length, pairs.config.hidden_size))
+    # of the original, then of the original with layer 0 converted, …
+    streams = list(states.split(*[number_of_blocks] * models_run))
+    positions = torch.arange(length, device=pairs.device).expand(blocks.shape)
+    angles = pairs.angles
+    try:
+        streams[0][:] = pairs.embeddings()[blocks]
+        for number in range(len(pairs)):
+            theirs, ours = pairs.load(number)
+            prefix = f"model.layers.{number}."
+            names = [name for name in fitted if name.startswith(prefix)]
+            own = {name.removeprefix(prefix): fitted[name] for name in names}
+            ours.load_state_dict(own, strict=False)
+            run_layer(ours, streams[0], streams[number + 1], positions, angles.coca, batch_tokens=1)
+            for stream in streams[: number + 1]:
+                run_layer(theirs, stream, stream, positions, angles.original, batch_tokens=1)
+        return _prediction_divergences(pairs, streams)
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _prediction_divergences(pairs: LayerPairs, streams: list[HiddenStates]) -> list[float]:
+    """KL in nats of the first stream's predictions to those of each other stream."""
+    norm, head = pairs.norm_and_head()
+    harms = torch.zeros(len(streams) - 1, dtype=torch.float64)
+    blocks, length, _ = streams[0].shape
+    chunks = [slice(start, start + CHUNK) for start in range(0, length, CHUNK)]
+    for block, rows in itertools.product(range(blocks), chunks):
+        chosen = (stream[block : block + 1][0, rows].to(pairs.device) for stream in streams)
+        log_predictions = (linear(norm(states), head).log_softmax(-1) for states in chosen)
+        reference = next(log_predictions)
+        for layer, prediction in enumerate(log_predictions):
+            harms[layer] += (reference.exp() * (reference - prediction)).sum().item()
+    return (harms / (blocks * length)).tolist()
+
+
+def most_harmful(harms: list[float], number: int | None) -> list[int]:
+    """The `number` layers of greatest harm; None: the fewest with `AUTO_SHARE` of the sum."""
+    order = sorted(range(len(harms)), key=lambda layer: -harms[layer])
+    if number is None:
+        done = torch.tensor([harms[layer] for layer in order]).cumsum(0)
+        number = int((done < AUTO_SHARE * done[-1]).sum()) + 1
+    return sorted(order[:number])

@@ -1,9 +1,9 @@
 """The blocks of tokens that calibration fits on, and their positions.
 
-Text alone seldom asks heads to look something up (previous-token and induction heads: see
+Plain text seldom makes heads look something up (previous-token and induction heads: see
 docs/results/attention-limits.md), so half of the blocks repeat passages (`repeated_blocks`). Blocks
-stand for longer texts: between their pieces positions are skipped, up to as many as the original
-was trained on (`skipped_positions`), or the model would know no longer distances.
+stand for longer texts: positions are skipped between their pieces, up to the number that the
+original was trained on (`skipped_positions`). Otherwise the model would not learn long distances.
 """
 
 import itertools
@@ -23,11 +23,11 @@ from coca_hf.held_out import TOKEN_CHARACTERS, Place, hold_out, tokens_per_chara
 from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES
 from coca_hf.tokens import Encoder, Piece
 
-SHORTEST_BLOCK = 4  # in tokens: its queries are taken in as many parts
+SHORTEST_BLOCK = 4  # tokens, one for each part that its queries are taken in
 SHORTEST_PERIOD = 16  # of a repeated passage
-SHORT_PERIOD = 128  # of half of them at most
-SKIPS = 8  # places of a block where positions are left out, at most,
-TOKENS_A_SKIP = 32  # and tokens of a block for every such place, at least
+SHORT_PERIOD = 128  # at most, for half of them
+SKIPS = 8  # places in a block where positions are skipped, at most
+TOKENS_A_SKIP = 32  # tokens in a block per such place, at least
 HELD_OUT_TOKENS = 8192
 HELD_OUT_BLOCKS = 8  # at most
 HUB_CHARACTERS = 2**28  # of a data set on the hub
@@ -42,21 +42,21 @@ def calibration_blocks(
     block_tokens: int,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Blocks to fit on, (n_b, m), and (n, m) of the documents that coca-train holds out, both from
-    all over the text: token ids.
+    """Token ids from all over a text: blocks to fit on, (n_b, m), and blocks of the documents that
+    coca-train holds out, (n, m).
 
-    place: the arguments of `read_documents`; of a data set on the hub the first `HUB_CHARACTERS`
-    are read. num_tokens: to fit on, in blocks of `block_tokens`, or fewer where the model is for
-    fewer. A block that reaches the end of a document continues with the next one.
+    place: the arguments of `read_documents`; only the first `HUB_CHARACTERS` of a data set on the
+    hub are read. num_tokens: to fit on, in blocks of `block_tokens`, or shorter ones if the model
+    does not reach as far. A block that reaches the end of a document continues with the next one.
 
-    Raises CocaError where there is too little text, blocks are too short, or the tokenizer has
-    words that the model does not know.
+    Raises CocaError if there is too little text, blocks are too short, or the tokenizer has token
+    ids that the model does not have.
     """
     length = min(block_tokens, reach(config))
     if length < SHORTEST_BLOCK:
         raise CocaError(
-            f"--calibrate: got blocks of {length} tokens, expected at least {SHORTEST_BLOCK}: the least "
-            "of --calibrate-block, the trained length and the attention window"
+            f"--calibrate: got blocks of {length} tokens, expected at least {SHORTEST_BLOCK}; they have "
+            "the least of --calibrate-block, the trained length and the attention window"
         )
     wanted = max(1, num_tokens // length)
     encoder = Encoder(tokenizer)
@@ -84,9 +84,8 @@ def calibration_blocks(
     blocks = torch.stack(list(_blocks(twice, starts, encoder, length)))
     if (largest := max(blocks.max(), held_out.max())) >= config.vocab_size:
         raise CocaError(
-            f"--calibrate {place[0]}: got token id {largest} from the tokenizer, expected ids "
-            f"below the model's "
-            f"vocabulary of {config.vocab_size}; the tokenizer belongs to another model"
+            f"--calibrate {place[0]}: got token id {largest} from the tokenizer, expected ids below "
+            f"the model's vocabulary of {config.vocab_size}; the tokenizer belongs to another model"
         )
     return blocks, held_out
 
@@ -103,7 +102,7 @@ def _documents(place: Place) -> Iterator[Document]:
 def _blocks(
     texts: Iterator[str], starts: list[int], encoder: Encoder, length: int
 ) -> Iterator[Tensor]:
-    """The next `length` tokens, in whole words, from each of `starts`, rising character places."""
+    """The next `length` tokens, in whole words, from each of `starts`, ascending character places."""
     ahead, before = deque(starts), 0
     open_blocks: list[Tensor] = []
     for text in texts:
@@ -131,11 +130,11 @@ def _next_word(text: str, start: int) -> int:
 def repeated_blocks(
     blocks: Tensor, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, seed: int = 0
 ) -> Tensor:
-    """As many blocks, (n_b, m), with a passage that repeats, in turn from `blocks` and random.
+    """As many blocks, (n_b, m), with a repeated passage, from `blocks` and random in turn.
 
-    A passage has 16 tokens to half a block, and every other one at most 128; a random one is drawn
-    from all tokens but the special ones. Two blocks in four it fills; in the others it stands
-    twice, in a block of text.
+    A passage has 16 tokens to half a block, and half of them at most 128. A random one is drawn from
+    all tokens except special ones. In two blocks of four, the passage fills the block; in the
+    others, a block of text has it twice.
     """
     rng = random.Random(f"repeated {seed}")
     tokens, length = blocks.flatten(), blocks.shape[1]
@@ -162,10 +161,10 @@ def repeated_blocks(
 
 
 def reach(config: PreTrainedConfig) -> int:
-    """How many positions every layer of the original attends over, with its trained angles."""
+    """Over how many positions every layer of the original attends with its trained angles."""
     rope = config.rope_parameters
     reached = [config.max_position_embeddings]
-    # default: an NTK base is baked in
+    # with "default", an NTK base may be baked in
     if rope["rope_type"] in ("default", *LENGTH_DEPENDENT_ROPE_TYPES):
         reached.append(rope.get("original_max_position_embeddings"))
     types = getattr(config, "layer_types", None) or ["sliding_attention"]
@@ -176,12 +175,11 @@ def reach(config: PreTrainedConfig) -> int:
 
 
 def skipped_positions(num_blocks: int, length: int, reach: int, seed: int = 0) -> Tensor:
-    """Positions of the tokens of every block, (n_b, m): at a few random places of a block some are
-    left out.
+    """Positions of the tokens of every block, (n_b, m), some skipped at a few random places.
 
-    As in PoSE (arXiv 2309.10400). How many are left out at a place is uniform, up to an equal share
-    of what a block is shorter than `reach`; with mostly small numbers, maps are 1.5 to 2 times as
-    far from the original's at distances that no block has.
+    This is PoSE (arXiv 2309.10400). The number skipped at a place is uniform, up to an equal share
+    of the positions by which `reach` exceeds a block. If most numbers were small, maps would be 1.5
+    to 2 times as far from the original's at distances beyond a block.
     """
     draw = torch.Generator().manual_seed(seed)
     skips = min(SKIPS, length // TOKENS_A_SKIP)

@@ -1,4 +1,4 @@
-"""What becomes of a config.json: the families, the fields they may have, a baked NTK base."""
+"""Configurations: the supported families, the fields they may have, and a baked NTK base."""
 
 import dataclasses
 import difflib
@@ -22,11 +22,10 @@ from coca_hf.models.rotary import SUPPORTED_ROPE_TYPES, ntk_base, rotary_dim, un
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """transformers' classes of a source by its `model_type`, and ours, which `import coca_hf`
-    registers, of what it becomes.
+    """transformers' classes for a source of `model_type`, and our registered classes for its CoCA
+    model, of type `becomes`.
 
-    becomes: the model type of the CoCA model. other_fields: understood in a config.json without
-    being fields of both configurations.
+    other_fields: understood in a config.json, although they are not fields of both configurations.
     """
 
     model_type: str
@@ -67,12 +66,12 @@ FAMILIES = {
         Family("granite", "coca_granite"),
         Family("smollm3", "coca_smollm3"),
         Family("gpt_neox", "coca_gpt_neox", _NEOX_FIELDS, rotates_part_of_heads=True),
-        # Its fused projections are split while they are read, and what is left is Mistral's
+        # a Mistral once its fused projections are split, which happens as they are read
         Family("phi3", "coca_mistral", _PHI3_FIELDS, rotates_part_of_heads=True),
     )
 }
 
-# By the end of their names: classes with another head than the language head, by their config
+# classes with another head than the language head: by the end of their names, then by their config
 CLASSIFIERS = {
     "ForSequenceClassification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     "ForTokenClassification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
@@ -80,13 +79,13 @@ CLASSIFIERS = {
 
 _UNBOUNDED = (
     "its attention reads hidden states that no norm has bounded and divides keys by their size; "
-    "CoCA's coefficients have no such norm, so that nothing would bound its scores"
+    "CoCA's coefficients have no such norm, so nothing would bound its scores"
 )
 REFUSED_FAMILIES = {"olmo2": _UNBOUNDED, "olmo3": _UNBOUNDED}
 
-# Written by transformers, by trainers and by model authors over the years; they say nothing about
-# weights or attention, or are looked at apart. Nor do names that begin with an underscore, or
-# fields that are null.
+# Fields that transformers, trainers and model authors have written over the years, and that do not
+# affect weights or attention, or are examined elsewhere. Names that begin with an underscore and
+# fields that are null do not matter, either.
 INERT_FIELDS = frozenset(
     """
     attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token
@@ -103,8 +102,7 @@ INERT_FIELDS = frozenset(
     """.split()  # noqa: SIM905
 )
 IGNORE_OPTION = "--ignore-field {}"
-# These change the model when they are set, in ways that CoCA does not follow; what it supports in
-# their place.
+# Fields that change the model in ways that CoCA does not follow, and what is supported instead.
 REFUSED_WHEN_SET = {
     "add_cross_attention": "decoders alone",
     "attention_bias": "projections without biases",
@@ -124,7 +122,7 @@ REFUSED_WHEN_SET = {
 
 
 def family_of(config: CocaConfig) -> Family:
-    """The family that a CoCA configuration belongs to; its source may be of another one."""
+    """The family of a CoCA configuration; its source may have another one."""
     return FAMILIES[config.model_type.removeprefix("coca_")]
 
 
@@ -161,24 +159,13 @@ class Form:
     kept_window: int | None = None
 
     def keeping(self, layers: Collection[int]) -> "Form":
-        """The same, for calibration's choice of kept layers, which rotate every pair."""
+        """The form if calibration chooses these kept `layers`, which rotate every pair."""
         partial_rotary = [layer for layer in self.partial_rotary if layer not in layers]
         return dataclasses.replace(self, partial_rotary=partial_rotary)
 
 
-def written_config(
-    config: Mapping, form: Form, kept_layers: Sequence[int] | None, where: str
-) -> tuple[CocaConfig, dict | None]:
-    """The configuration to write, and what `bake_ntk_` did. Raises CocaError as those below do."""
-    result = converted_config(config, form, kept_layers, where)
-    result = with_kept_window(result, form.kept_window, where)
-    if not form.ntk_length:
-        return result, None
-    return result, bake_ntk_(result, form.ntk_length, form.ntk_factor, where)
-
-
 def is_coca(config: Mapping) -> bool:
-    """Whether a `config.json` is that of a CoCA checkpoint of ours."""
+    """Whether a `config.json` is from one of our CoCA checkpoints."""
     return str(config.get("model_type")).startswith("coca_")
 
 
@@ -187,8 +174,8 @@ def converted_config(
 ) -> CocaConfig:
     """The configuration to write, without the NTK base that `form` may ask for.
 
-    A CoCA source stays as it is where one is asked for. Without, those of the layers that it kept
-    which are not in `kept_layers` are converted. Raises CocaError as `coca_config` does, and where
+    If `form` asks for one, the layers of a CoCA source do not change. Otherwise, the layers that it
+    keeps are converted, except for `kept_layers`. Raises CocaError as `coca_config` does, and if
     nothing is left to convert.
     """
     kept = None if kept_layers is None else sorted(kept_layers)
@@ -238,10 +225,10 @@ def coca_config(
     ignored: Collection[str] = (),
     ignore_option: str = IGNORE_OPTION,
 ) -> CocaConfig:
-    """The CoCA configuration of a checkpoint's `config.json`; `where` names it in errors.
+    """The CoCA configuration for a checkpoint's `config.json`, which `where` names in errors.
 
-    ignored: fields that it has and we do not know, which the user calls inert. ignore_option: how
-    errors name the option that ignores the field `{}`.
+    ignored: unknown fields that the user declares inert. ignore_option: how errors name the option
+    that ignores the field `{}`.
 
     Raises CocaError for an unknown family, a field that is not understood, or a value that CoCA
     does not support.
@@ -258,7 +245,7 @@ def coca_config(
     head = head_of(config.get("architectures"))
     fields["architectures"] = [family.coca_causal_lm.__name__.replace("ForCausalLM", head)]
     with library_errors(where):
-        if not issubclass(family.coca_config, family.config):  # which has defaults of its own
+        if not issubclass(family.coca_config, family.config):  # then their defaults may differ
             own = family.config(**fields).to_dict()
             fields = {name: own[name] for name in understood - family.other_fields if name in own}
         result = family.coca_config(
@@ -277,8 +264,8 @@ def check_kept_window(
     block_tokens: int = 1,
     name: str = "--keep-window",
 ) -> None:
-    """Raises CocaError for a window without kept layers, and for one shorter than the blocks that
-    layers are fitted on, without a window. `name` is that of the window in errors.
+    """Raise CocaError for a window without kept layers, or shorter than a calibration block. `name`
+    is that of the window in errors.
     """
     if window is None:
         return
@@ -306,52 +293,45 @@ def with_kept_window(config: CocaConfig, window: int | None, where: str) -> Coca
     return type(config).from_dict(config.to_dict() | {"coca_kept_window": window})
 
 
-def bake_ntk_(config: CocaConfig, length: int, factor: float | None, where: str) -> dict:
-    """Give `config` dynamic NTK's rotary base for `length` tokens; returns what was done.
+def bake_ntk_(config: CocaConfig, form: Form, where: str) -> dict:
+    """Give `config` dynamic NTK's rotary base for the form's length; returns what was done.
 
-    Afterwards `rope_type` is `default`, `max_position_embeddings` is `length`, and the trained
-    length stays known as `rope_parameters["original_max_position_embeddings"]`. factor: dynamic
-    NTK's; by default that of a config which is dynamic already, else length / trained length, which
-    is what transformers says a factor means: the number of times the trained length that the model
-    is to reach. Where perplexity was measured with another (the paper's are 2, 4 and 8), that one
-    gives the function that was measured.
+    Afterwards `rope_type` is `default`, `max_position_embeddings` is the length, and the trained
+    length is in `rope_parameters["original_max_position_embeddings"]`. The default of dynamic NTK's
+    factor is the config's own, if its RoPE is dynamic, or length / trained length, which is what
+    transformers means by a factor: how many times the trained length the model should reach. To get
+    the function whose perplexity was measured, pass the factor of that measurement (the paper's are
+    2, 4 and 8).
 
-    Raises CocaError where the configuration's RoPE is scaled otherwise or baked already, the length
-    is no longer than the trained one, or the base is no float32 number. `where` names the
+    Raises CocaError if the configuration's RoPE is scaled in another way or baked already, the
+    length does not exceed the trained one, or the base overflows float32. `where` names the
     configuration in errors.
     """
-    rope = config.rope_parameters
+    length, factor, rope = form.ntk_length or 0, form.ntk_factor, config.rope_parameters
     trained_len = unscaled_len(config)
+    option, problem = f"{where}: --ntk-length: got", None
     if rope["rope_type"] == "default" and "original_max_position_embeddings" in rope:
-        raise CocaError(
-            f"{where}: --ntk-length: got a checkpoint with an NTK base for "
-            f"{config.max_position_embeddings} tokens already, expected the one it was made from"
+        baked = config.max_position_embeddings
+        problem = f"a checkpoint with an NTK base for {baked} tokens already, expected its source"
+    elif rope["rope_type"] not in ("default", "dynamic"):
+        problem = f"rope_type {rope['rope_type']!r}, expected default or dynamic"
+    elif length <= trained_len:
+        problem = (
+            f"{length}, expected more than the {trained_len} tokens of training, up to which the "
+            "base does not change"
         )
-    if rope["rope_type"] not in ("default", "dynamic"):
-        raise CocaError(
-            f"{where}: --ntk-length: got rope_type {rope['rope_type']!r}, expected default or "
-            "dynamic"
-        )
-    if length <= trained_len:
-        raise CocaError(
-            f"{where}: --ntk-length: got {length}, expected more than the {trained_len} tokens of "
-            "training; up to those the base does not change"
-        )
-    if rotary_dim(config) <= 2:
-        raise CocaError(
-            f"{where}: --ntk-length: got {rotary_dim(config)} rotary dimensions, expected more "
-            "than one rotary pair"
-        )
+    elif (dims := rotary_dim(config)) <= 2:
+        problem = f"{dims} rotary dimensions, expected more than one rotary pair"
+    if problem:
+        raise CocaError(f"{option} {problem}")
     try:
         if factor is None:
             factor = rope["factor"] if rope["rope_type"] == "dynamic" else length / trained_len
         base = ntk_base(rope["rope_theta"], factor, length, trained_len, rotary_dim(config))
     except OverflowError:
         base = math.inf
-    if not base <= torch.finfo(torch.float32).max:  # what models compute angles in
-        raise CocaError(
-            f"{where}: --ntk-length: got {length} and factor {factor}, whose base is beyond float32"
-        )
+    if not base <= torch.finfo(torch.float32).max:  # the dtype in which models compute angles
+        raise CocaError(f"{option} {length} and factor {factor}, whose base is beyond float32")
     done = {
         "ntk_length": length,
         "trained_length": trained_len,
@@ -369,7 +349,7 @@ def bake_ntk_(config: CocaConfig, length: int, factor: float | None, where: str)
 
 
 def _copied_config(config: Mapping, where: str, ignored: Collection[str]) -> CocaConfig:
-    """The configuration of a CoCA `config.json`, as in `coca_config`. Its own code is not run."""
+    """The configuration of a CoCA `config.json`, as in `coca_config`; its own code is not run."""
     model_type = config["model_type"]
     if model_type not in CONFIG_MAPPING:
         raise CocaError(
@@ -394,7 +374,7 @@ def _understood_fields(
 ) -> dict:
     """The fields of `config` that are `understood`; the others are inert, unset or `ignored`.
 
-    Raises CocaError for any other field, and where an ignored one is absent or changes the model.
+    Raises CocaError for any other field, and if an ignored one is absent or changes the model.
     """
     for field in ignored:
         if field not in config:

@@ -1,9 +1,9 @@
 """Initialisation of `W_T`: the key projection, folded to one row per rotary pair and scaled.
 
-CoCA's scores are quadratic in the query, so a copied `W_K` gives them another size than the
-original's and saturates the softmax; zero, behind the ReLU, would never train. The scale follows
-from the weights alone. After the layer's norm an input is at most sqrt(hidden) long, so that with
-the norm's weight multiplied into the columns of W_Q and W_K
+CoCA's scores are quadratic in the query, so a copied `W_K` gives them a different size from the
+original's and saturates the softmax; zeros behind the ReLU would never train. The scale follows
+from the weights alone. After the layer's norm, an input is at most sqrt(hidden) long. With the
+norm's weight multiplied into the columns of W_Q and W_K,
 
     |original score| <= hidden * |W_Q| |W_K|                                   (|W|: spectral norm)
     |CoCA score|     <= c * hidden^(3/2) * |W_Q|^2 max_j |row j of fold(W_K)|
@@ -12,9 +12,9 @@ the norm's weight multiplied into the columns of W_Q and W_K
 and the scale makes the second bound equal to the first, for every key/value head with its query
 heads. A bias, of the projection or of a LayerNorm before it, counts as one more column.
 
-Where queries and keys of a head are normalised (Qwen3), with weights w_q and w_k, W_K stands for
-w_k o W_K, a query is at most sqrt(d) max |w_q| long, and |W_Q| and |W_K| give way to max |w_q| and
-max |w_k|:
+If the queries and keys of a head are normalised (Qwen3), with weights w_q and w_k, W_K stands for
+w_k o W_K, a query is at most sqrt(d) max |w_q| long, and max |w_q| and max |w_k| take the place of
+|W_Q| and |W_K|:
 
     |original score| <= d * max |w_q| max |w_k|
     |CoCA score|     <= c * d * max |w_q|^2 * hidden^(1/2) max_j |row j of fold(W_K)|
@@ -22,15 +22,121 @@ max |w_k|:
 Letters: `models/attention.py`.
 """
 
+import dataclasses
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from coca_hf.errors import CocaError
+
+Shape = tuple[int, ...]
 RULE = (
     "W_T = scale * fold(W_K) per key/value head; fold: mean of the two rows of a rotary pair; "
     "scale: gives the scores the bound that the original's had over all inputs (formula: "
     "coca_hf/convert/initialise.py)"
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetTensor:
+    """A tensor of the CoCA checkpoint, and the tensor of the source that it is made from.
+
+    pick: takes the relevant part of the source's tensor, with rows in the order of CoCA's heads;
+    None: all of it, unchanged. scaled_by: a tensor of the source, (head_dim,), that multiplies the
+    rows of every head (Qwen3's key norm).
+    """
+
+    name: str
+    shape: Shape
+    source: str
+    source_shape: Shape
+    pick: Callable[[Tensor], Tensor] | None = None
+    scaled_by: str | None = None
+
+    @property
+    def module(self) -> str:
+        """The last module of its name: `t_proj`, `norm`."""
+        return self.name.split(".")[-2]
+
+    @property
+    def layer(self) -> int:
+        """The number of its layer, which only the tensors of layers have."""
+        return int(self.name.split(".")[2])
+
+    @property
+    def is_carried_over(self) -> bool:
+        return self.pick is None and self.shape == self.source_shape
+
+
+class Initialiser:
+    """Makes the tensors to write from the source's tensors, which `read` returns by name.
+
+    released: whether the source has the authors' full-width `t_proj`. scales: the factors on the
+    initial `W_T` by layer, filled in as layers are made.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        targets: Iterable[TargetTensor],
+        read: Callable[[str], Tensor],
+        where: str,
+        released: bool = False,
+    ):
+        self.config, self.read, self.where, self.released = config, read, where, released
+        self.scales: dict[int, list[float]] = {}
+        self._targets = {target.name: target for target in targets}
+
+    def make(self, target: TargetTensor) -> Tensor:
+        """The tensor of `target`: `W_T` in float32 or wider, others in the dtype of the source."""
+        tensor = self._picked(target)
+        if target.module != "t_proj":
+            return tensor
+        groups = self.config.num_key_value_heads
+        if self.released:
+            return fold_pairs(tensor, groups)
+        scales = self._layer_scales(target.layer)
+        return initial_t(self._scaled(target, tensor), torch.tensor(scales), groups)
+
+    def _picked(self, target: TargetTensor) -> Tensor:
+        tensor = self.read(target.source)
+        return target.pick(tensor) if target.pick else tensor
+
+    def _scaled(self, target: TargetTensor, rows: Tensor) -> Tensor:
+        """The rows of all heads, (g * d, ...), times the tensor that `target` is scaled by."""
+        if target.scaled_by is None:
+            return rows
+        weight = self.read(target.scaled_by).float().repeat(self.config.num_key_value_heads)
+        return rows * weight.view(-1, *[1] * (rows.dim() - 1))
+
+    def _layer_scales(self, layer: int) -> list[float]:
+        """The factor of every key/value head in a layer."""
+        if layer in self.scales:
+            return self.scales[layer]
+        names = {
+            "norm": "input_layernorm.weight",
+            "norm_bias": "input_layernorm.bias",
+            "q": "self_attn.q_proj.weight",
+            "q_bias": "self_attn.q_proj.bias",
+            "q_norm": "self_attn.q_norm.weight",
+            "k": "self_attn.t_proj.weight",
+            "k_bias": "self_attn.t_proj.bias",
+        }
+        named = {kind: f"model.layers.{layer}.{name}" for kind, name in names.items()}
+        found = {kind: self._targets[name] for kind, name in named.items() if name in self._targets}
+        weights = {kind: self._scaled(one, self._picked(one)) for kind, one in found.items()}
+        if k_norm := found["k"].scaled_by:
+            weights["k_norm"] = self.read(k_norm).float()
+        scales = initial_scales(weights, self.config).tolist()
+        if not all(0 < scale < float("inf") for scale in scales):
+            raise CocaError(
+                f"{self.where}: layer {layer}: queries or keys are zero, infinite or NaN; expected "
+                "a trained model"
+            )
+        self.scales[layer] = scales
+        return scales
 
 
 def fold_pairs(projection: Tensor, num_key_value_heads: int) -> Tensor:
@@ -45,9 +151,10 @@ def fold_pairs(projection: Tensor, num_key_value_heads: int) -> Tensor:
 def initial_scales(weights: dict[str, Tensor], config: PreTrainedConfig) -> Tensor:
     """The factor on `fold(W_K)` of every key/value head, (g,): see the top of this file.
 
-    weights: of one layer: `norm` (hidden,), `q` (h * d, hidden), `k` (g * d, hidden), and, if any,
-    `q_bias`, `k_bias`, `norm_bias` (hidden,), `q_norm` and `k_norm` (d,), by which `k` and `k_bias`
-    are multiplied already; the rows of a head are [first of every pair, second of every pair].
+    weights: of one layer: `norm` (hidden,), `q` (h * d, hidden), `k` (g * d, hidden), and, if there
+    are any, `q_bias`, `k_bias`, `norm_bias` (hidden,), `q_norm` and `k_norm` (d,), by which `k` and
+    `k_bias` are already multiplied. The rows of a head are [first of every pair, second of every
+    pair].
     """
     g, grams = config.num_key_value_heads, {}
     is_normed = "k_norm" in weights
@@ -58,7 +165,7 @@ def initial_scales(weights: dict[str, Tensor], config: PreTrainedConfig) -> Tens
         extra = torch.stack(biases).sum(0) if biases else None
         grams[name] = _grams(weights[name], weights["norm"].float(), extra, config.head_dim)
     if not all(gram.isfinite().all() for gram in grams.values()):
-        # LAPACK has errors of its own for those.
+        # LAPACK would raise an error of its own
         return torch.full((g,), torch.nan)
     if is_normed:
         q_size, k_size = (weights[f"{name}_norm"].float().abs().max() for name in "qk")
@@ -76,7 +183,7 @@ def _grams(projection: Tensor, norm: Tensor, bias: Tensor | None, head_dim: int)
     """
     grams, buffer = [], norm.new_empty(head_dim, len(norm))
     for number, head in enumerate(projection.split(head_dim)):
-        # One at a time: they stay in the processor's cache.
+        # one at a time, so the rows stay in the processor's cache
         rows = torch.mul(head, norm, out=buffer)
         gram = (rows @ rows.T).double()
         if bias is not None:
@@ -105,8 +212,8 @@ def _folded_row_norm(grams: Tensor) -> Tensor:
 def initial_t(k: Tensor, scales: Tensor, num_key_value_heads: int) -> Tensor:
     """`W_T` (or its bias) from `W_K` (or its bias), float32 or wider.
 
-    Folded, each key/value head times its scale. It can be far smaller than `W_K`: whoever stores it
-    in 16 bits has to see what that loses.
+    Folded, each key/value head times its scale. It can be far smaller than `W_K`, so storing it in
+    16 bits may lose most of it (`stored_as`).
     """
     heads = k.unflatten(0, (num_key_value_heads, 2, -1))
     w_t = k.new_empty(
@@ -114,6 +221,6 @@ def initial_t(k: Tensor, scales: Tensor, num_key_value_heads: int) -> Tensor:
     )
     wide = torch.float32 if k.dtype.itemsize == 2 else torch.float64
     for head, (first, second) in enumerate(heads):
-        # One at a time: what is wide stays in the processor's cache.
+        # one at a time, so the wide numbers stay in the processor's cache
         w_t[head] = (first.to(wide) + second).mul_(scales[head] / 2)
     return w_t.flatten(0, 1)

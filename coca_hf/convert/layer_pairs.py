@@ -1,7 +1,7 @@
-"""The original and the CoCA model that a layout makes of it, a pair of layers at a time.
+"""The layers of the original and of its CoCA model, one pair at a time, and hidden states on disk.
 
-No model is ever whole in memory: both are built without numbers, and a layer gets them from the
-source when it is asked for. The hidden states between layers lie on disk.
+Neither model is ever whole in memory: both are built without numbers, and a layer gets its numbers
+from the source when it is loaded.
 """
 
 import copy
@@ -20,17 +20,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_hf.convert.config import converted_config
 from coca_hf.convert.layout import Layout
-from coca_hf.convert.tensors import TargetTensor
 from coca_hf.models.rotary import CocaRotaryEmbedding
 
-BATCH_TOKENS = 4096  # in memory at once, as far as blocks are no longer
+BATCH_TOKENS = 4096  # in memory at once, unless a block is longer
 FITTED = ("q_proj", "t_proj")  # the projections that calibration changes
-# of transformers' attention functions, the one that notes queries and keys
+# the name of the attention function that notes queries and keys
 ATTENTION = "coca_calibration"
 
 
 class Angles:
-    """cos and sin of positions (b, m), as both models have them."""
+    """cos and sin of positions (b, m) in both models."""
 
     def __init__(self, base: nn.Module, coca: Any, device: str):
         rotary: list[Any] = [
@@ -44,8 +43,8 @@ class Angles:
 class LayerPairs:
     """The layers of `layout`'s source and of the CoCA model, on `device`, in evaluation mode.
 
-    dtype: of the matrices; those that calibration fits, and all vectors, are float32. config: of
-    the CoCA model, without the NTK base that `layout` may write.
+    dtype: of the matrices; those that calibration fits and all vectors are float32. config: of the
+    CoCA model, without the NTK base that `layout` may write.
     """
 
     def __init__(self, layout: Layout, device: str, dtype: torch.dtype = torch.float32):
@@ -55,7 +54,7 @@ class LayerPairs:
         kept, where = layout.config.coca_kept_layers, str(source.config_file)
         self.config = converted_config(source.config, layout.form, kept, where)
         with torch.device("meta"):
-            original, self._coca = (  # whatever attention the file asks for
+            original, self._coca = (  # whichever attention the file asks for
                 AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
                 for config in (original_config, self.config)
             )
@@ -72,9 +71,9 @@ class LayerPairs:
     def is_fitted(self, number: int) -> bool:
         return number in self.layout.converted
 
-    @torch.autocast("cpu", enabled=False)  # W_T's scale is exact, and some sources are float16
+    @torch.autocast("cpu", enabled=False)  # keeps W_T's scale exact
     def load(self, number: int) -> tuple[Any, Any]:
-        """Layer `number` of the original and of the CoCA model; what is equal is shared."""
+        """Layer `number` of the original and of the CoCA model, which share equal tensors."""
         read = functools.cache(self.layout.source.read)
         carried_over = functools.cache(lambda name: self._on_device(read(name)))
         prefix = f"{self._base_name}.layers.{number}."
@@ -92,7 +91,7 @@ class LayerPairs:
         return theirs, _filled(self._coca.model.layers[number], made)
 
     def embeddings(self) -> Tensor:
-        """What the layers get of every token, (vocabulary, hidden), in the dtype of the source."""
+        """The input of layer 0 for every token, (vocabulary, hidden), in the dtype of the source."""
         return self._coca.model.before_layers(self._read("model.embed_tokens.weight"))
 
     def norm_and_head(self) -> tuple[nn.Module, Tensor]:
@@ -105,15 +104,14 @@ class LayerPairs:
         return norm.to(self.device), head / getattr(self.config, "logits_scaling", 1.0)
 
     def _read(self, name: str) -> Tensor:
-        target: TargetTensor = self._targets[name]
-        return self.layout.source.read(target.source)
+        return self.layout.source.read(self._targets[name].source)
 
     def _on_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self.dtype if tensor.dim() == 2 else torch.float32)
 
 
 def _filled(module: nn.Module, tensor_of: Callable[[str], Tensor]) -> Any:
-    """A copy of `module`, which has no numbers, with those that `tensor_of` returns by name."""
+    """A copy of `module`, which has no numbers, with the tensors that `tensor_of` returns by name."""
     copied = copy.deepcopy(module)
     copied.load_state_dict({name: tensor_of(name) for name in copied.state_dict()}, assign=True)
     return copied
@@ -122,9 +120,9 @@ def _filled(module: nn.Module, tensor_of: Callable[[str], Tensor]) -> Any:
 class HiddenStates:
     """Blocks of hidden states, (n, m, hidden) in float32, in a file that is read and written.
 
-    It is indexed by slices of blocks, as a tensor is. The file is not mapped into memory: its pages
-    would count as ours, and a full disk would be a SIGBUS instead of an error. Reading raises
-    OSError where the file is too short.
+    It is indexed by slices of blocks, like a tensor. The file is not mapped into memory, because its
+    pages would count as ours, and a full disk would be a SIGBUS instead of an error. Reading raises
+    OSError if the file is too short.
     """
 
     def __init__(self, file: Path, shape: tuple[int, int, int], first: int = 0):
@@ -148,7 +146,7 @@ class HiddenStates:
             stream.write(states.float().cpu().contiguous().numpy().data)
 
     def split(self, *sizes: int) -> Iterator["HiddenStates"]:
-        """Parts of `sizes` blocks, in the same file."""
+        """Parts of `sizes` blocks each, in the same file."""
         first = self._first
         for size in sizes:
             yield HiddenStates(self.file, (size, *self.shape[1:]), first)
@@ -169,7 +167,7 @@ class HiddenStates:
 
 
 def batches(states: Tensor | HiddenStates, most: int = BATCH_TOKENS) -> Iterator[slice]:
-    """Slices of blocks that have `most` tokens at most, or are one block."""
+    """Slices of blocks with at most `most` tokens, or of one block."""
     at_once = max(1, most // states.shape[1])
     return (slice(start, start + at_once) for start in range(0, len(states), at_once))
 
@@ -184,12 +182,12 @@ def run_layer(
     note: Callable[..., None] | None = None,
     batch_tokens: int = BATCH_TOKENS,
 ) -> None:
-    """Put `states`, (n, m, hidden), through `layer`, whose attention function is changed.
+    """Run `states`, (n, m, hidden), through `layer`, whose attention function is replaced.
 
-    after: gets what comes out; may be `states`. positions: (n, m). angles: of the layer's model, as
-    in `Angles`. note: is given the blocks of a batch and what their attention sees, before `after`
-    has them: inputs (b, m, hidden), queries (b, m, h, d), rotated and scaled, keys (b, g, m, d),
-    rotated. batch_tokens: run at once, or one block.
+    after: receives the output; may be `states`. positions: (n, m). angles: of the layer's model, as
+    in `Angles`. note: called for every batch, before `after` has its output, with the slice of its
+    blocks and with what their attention sees: inputs (b, m, hidden), queries (b, m, h, d), rotated
+    and scaled, keys (b, g, m, d), rotated. batch_tokens: run at once, unless a block is longer.
     """
     attention = layer.self_attn if hasattr(layer, "self_attn") else layer.attention
     attention.config._attn_implementation = ATTENTION
@@ -205,7 +203,7 @@ def run_layer(
 def attend_and_note(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **kwargs
 ):
-    """Causal attention, as transformers calls it; leaves rotated queries and keys in `noted`."""
+    """Causal attention, as transformers calls it, which leaves queries and keys in `module.noted`."""
     module.noted = ((query * scaling).transpose(1, 2), key)
     groups = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(groups, 1) for part in (key, value))

@@ -13,14 +13,14 @@ from coca_hf.convert.config import (
     coca_config,
     with_kept_window,
 )
-from coca_hf.convert.tensors import Initialiser, check_tensors, stored_as, untie_
+from coca_hf.convert.initialise import Initialiser
+from coca_hf.convert.layout import check_tensors, stored_as, untie_
 from coca_hf.errors import CocaError
 from coca_hf.models.decoder import CocaPreTrainedModel
 from coca_hf.models.rotary import CocaRotaryEmbedding
 
-ORIGINAL = (
-    "_original_of_patch"  # in the model's __dict__: class and __dict__ before patch_, or None
-)
+# in the model's __dict__: its class and __dict__ before patch_, or None
+ORIGINAL = "_original_of_patch"
 
 
 @torch.no_grad()
@@ -33,23 +33,23 @@ def patch_(
     keep_window: int | None = None,
     ignore_fields: Collection[str] = (),
 ) -> CocaPreTrainedModel:
-    """Turn `model` into its family's CoCA model, in place; returns it.
+    """Turn `model` into its family's CoCA model, in place, and return it.
 
-    It is initialised as by `convert_checkpoint`. All weights but the key's stay the very same
-    parameters; the fused projections of GPT-NeoX and Phi-3 are split, so that what they held
-    besides is new, too. No other model of the process changes. keep_original: hold on to what is
-    replaced, with the memory it takes, so that `unpatch_` can bring it back. keep_layers: numbers,
-    from 0, of the layers that keep the original's attention; keep_window: tokens that these attend
-    to, all by default; partial_rotary: numbers of those in which every second rotary pair stands
-    still (`CocaConfig`). ignore_fields: fields of the model's
-    config that we do not know and you call inert.
+    The initialisation is that of `convert_checkpoint`. All weights except the keys' remain the same
+    parameters; the fused projections of GPT-NeoX and Phi-3 are split, so their queries and values
+    are new parameters, too. Other models in the process do not change. keep_original: hold on to
+    what is replaced, and to its memory, so `unpatch_` can restore it. keep_layers: numbers, from 0,
+    of the layers that keep the original's attention; keep_window: tokens that these attend to, all
+    by default; partial_rotary: numbers of the layers in which every second rotary pair is not
+    rotated (`CocaConfig`). ignore_fields: fields of the model's config that are unknown here and
+    that you declare inert.
 
-    Gradient checkpointing and `enable_input_require_grads` stay on; hooks of others are refused, as
-    they would be lost.
+    Gradient checkpointing and `enable_input_require_grads` stay on. Other hooks would be lost, so
+    they are refused.
 
-    Raises CocaError where the model is not a plain causal LM or classifier of a supported family
-    (already CoCA, quantized, compiled, sharded, wrapped), has hooks, or has not all of its weights
-    in memory.
+    Raises CocaError if the model is not a plain causal LM or classifier of a supported family
+    (already CoCA, quantized, compiled, sharded, wrapped), has hooks, or does not have all of its
+    weights in memory.
     """
     if isinstance(model, CocaPreTrainedModel):
         raise CocaError("patch_: got a CoCA model already; there is nothing to patch")
@@ -114,13 +114,13 @@ def patch_(
 
 
 def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
-    """Undo `patch_(model, keep_original=True)`, in place; returns the model.
+    """Undo `patch_(model, keep_original=True)` in place, and return the model.
 
-    What the two share was trained, moved or cast together; what only the original has is as it was
-    when it was patched: its key projections, and the fused ones of GPT-NeoX and Phi-3.
+    Parameters that both models share keep what training, moving or casting did to them. The key
+    projections and the fused projections of GPT-NeoX and Phi-3 are as they were before `patch_`.
 
-    Raises CocaError where the original was not kept, which cannot be computed from the CoCA model,
-    or where the embeddings were resized since.
+    Raises CocaError if the original was not kept, because it cannot be computed from the CoCA
+    model, or if the embeddings have been resized since.
     """
     if not isinstance(model, CocaPreTrainedModel):
         raise CocaError(
@@ -135,14 +135,12 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
     head = getattr(model.get_output_embeddings(), "weight", None)  # classifiers have none
     coca = type(model), model.__dict__
     model.__class__, model.__dict__ = model.__dict__[ORIGINAL]
-    if (
-        getattr(model.get_output_embeddings(), "weight", None) is not head
-        or model.config.vocab_size != vocab_size
-    ):
+    original_head = getattr(model.get_output_embeddings(), "weight", None)
+    if original_head is not head or model.config.vocab_size != vocab_size:
         model.__class__, model.__dict__ = coca
         raise CocaError(
-            "unpatch_: got embeddings that were resized since patch_; resize the original, loaded "
-            "again"
+            "unpatch_: got embeddings that were resized since patch_; load the original again and "
+            "resize it"
         )
     return model.train(training)
 
@@ -167,18 +165,12 @@ def _check_movable(model: PreTrainedModel) -> None:
                 f"patch_: {name or 'the model'} is compiled or has a forward of its own, which "
                 "would be lost; patch_ first"
             )
-        kinds = (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        )
-        hooks = [hook for kind in kinds for hook in kind.values()]
-        # The CoCA model gets them, too.
+        kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+        hooks = [hook for kind in kinds for hook in getattr(module, f"_{kind}").values()]
+        # the CoCA model gets these, too
         own = ("transformers.utils.output_capturing", "transformers.modeling_utils")
-        if hasattr(module, "_hf_hook") or any(
-            getattr(hook, "__module__", None) not in own for hook in hooks
-        ):
+        is_foreign = any(getattr(hook, "__module__", None) not in own for hook in hooks)
+        if hasattr(module, "_hf_hook") or is_foreign:
             raise CocaError(
                 f"patch_: {name or 'the model'} has hooks, which would be lost; remove them (of a "
                 "model on several devices: load it on one), patch_, and add them again"

@@ -1,7 +1,7 @@
 """What a conversion refuses before it writes: options, paths, destination, disk, numbers, upload.
 
-`convert_checkpoint` calls these in the order of their cost. Configuration and tensors' shapes are
-refused by `Layout`, damaged files by `open_source`, and what a previous run left by `Staging`.
+`convert_checkpoint` calls these in the order of their cost. `Layout` refuses configurations and
+tensors' shapes, `open_source` damaged files, and `Staging` foreign files from an earlier run.
 """
 
 import errno
@@ -9,7 +9,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,10 +18,11 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from coca_hf.convert.layout import DTYPES, Form, Layout
+from coca_hf.convert.config import Form
+from coca_hf.convert.initialise import TargetTensor
+from coca_hf.convert.layout import DTYPES, Layout
 from coca_hf.convert.source import COMPANIONS
-from coca_hf.convert.staging import Staging, lock, staging_directory
-from coca_hf.convert.tensors import TargetTensor
+from coca_hf.convert.writer import Staging, lock, staging_directory
 from coca_hf.errors import CocaError, library_errors
 from coca_hf.files import size_in_words
 
@@ -38,9 +40,18 @@ def check_options(form: Form) -> None:
         )
 
 
-def check_kept_layers(
-    keep_layers: Sequence[int] | int | str | None, calibrate_on: str | None
+def check_layers(
+    keep_layers: Sequence[int] | int | str | None,
+    partial_rotary: Collection[int],
+    calibrate_on: str | None,
 ) -> None:
+    named = () if isinstance(keep_layers, (int, str)) else keep_layers or ()
+    for option, layers in (("--keep-layers", named), ("--partial-rotary", partial_rotary)):
+        if twice := sorted(layer for layer, count in Counter(layers).items() if count > 1):
+            raise CocaError(
+                f"{option}: got layer {twice[0]} more than once in {list(layers)}, expected each "
+                "layer once"
+            )
     if not isinstance(keep_layers, (int, str)):
         return
     if keep_layers != "auto" and (isinstance(keep_layers, str) or keep_layers < 1):
@@ -51,16 +62,18 @@ def check_kept_layers(
     if not calibrate_on:
         raise CocaError(
             f"--keep-layers: got {keep_layers} without --calibrate, which measures the harm of "
-            "an original's layers; name the layers, as in 8,17 (one alone: '8,'), or pass "
-            "--calibrate TEXT"
+            "an original's layers; name the layers, as in 8,17 (one alone: '8,'), or, if the "
+            "source is not a CoCA checkpoint, pass --calibrate TEXT"
         )
 
 
 def check_kept_number(keep_layers: Sequence[int] | int | str | None, layout: Layout) -> None:
-    if isinstance(keep_layers, (int, str)) and layout.from_coca:
+    if not isinstance(keep_layers, (int, str)):
+        return
+    if layout.from_coca:
         raise CocaError(
             f"--keep-layers: got {keep_layers} with a CoCA checkpoint, expected the numbers of "
-            "those of its kept layers that stay"
+            "the kept layers that stay, as in 8,17 (one alone: '8,')"
         )
     most = layout.config.num_hidden_layers
     if isinstance(keep_layers, int) and keep_layers > most:
@@ -80,7 +93,7 @@ def check_device(device: str) -> None:
 
 
 def check_paths(sources: Collection[str], dst: str | os.PathLike) -> None:
-    """Raise CocaError for a path that cannot be looked up, or that no file in UTF-8 can name."""
+    """Raise CocaError for a path that cannot be looked up, or whose name is not UTF-8."""
     if Path(dst).name in ("", ".."):
         raise CocaError(f"DST: got {os.fspath(dst)!r}, expected the name of a directory to write")
     target = Path(dst).absolute()
@@ -92,7 +105,7 @@ def check_paths(sources: Collection[str], dst: str | os.PathLike) -> None:
             pass
         except UnicodeEncodeError:
             raise CocaError(
-                f"{path}: got a name that is not UTF-8, which no JSON can hold; rename it"
+                f"{path}: got a name that is not UTF-8, which JSON cannot hold; rename it"
             ) from None
         # too long, a circle of links, not permitted; a null byte
         except (OSError, ValueError) as error:
@@ -111,39 +124,35 @@ def check_target(sources: Collection[str], target: Path, overwrite: bool) -> Non
             )
     if not os.path.lexists(target):
         return
+    problem = None
     if target.is_symlink():
-        raise CocaError(
-            f"{target}: is a link to {os.readlink(target)}; name the directory itself, or remove "
-            "the link"
+        link = os.readlink(target)
+        problem = f"is a link to {link}; name the directory itself, or remove the link"
+    elif not overwrite:
+        problem = (
+            "exists and is left as it is; pass --overwrite to replace it, or choose another name"
         )
-    if not overwrite:
-        raise CocaError(
-            f"{target}: exists and is left as it is; pass --overwrite to replace it, or choose "
-            "another name"
-        )
-    if _is_mount_point(target):
-        raise CocaError(
-            f"{target}: a file system is mounted there, which cannot be replaced; choose a name "
-            "below it"
-        )
-    if not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").is_file()):
-        raise CocaError(
-            f"{target}: --overwrite replaces a checkpoint directory only, and there is no "
-            "config.json in it"
-        )
-    ours = {Path(name).parts[0] for name in COMPANIONS} | {".cache", "__pycache__"}
-    if foreign := sorted(e.name for e in target.iterdir() if e.is_dir() and e.name not in ours):
-        raise CocaError(
-            f"{target}: --overwrite would delete the directory {foreign[0]}, which is no part of a "
-            "checkpoint; move it away, or choose another destination"
-        )
+    elif _is_mount_point(target):
+        problem = "a file system is mounted there, which cannot be replaced; choose a name below it"
+    elif not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").is_file()):
+        problem = "--overwrite only replaces checkpoints, directories with a config.json"
+    else:
+        ours = {Path(name).parts[0] for name in COMPANIONS} | {".cache", "__pycache__"}
+        directories = sorted(entry.name for entry in target.iterdir() if entry.is_dir())
+        if foreign := [name for name in directories if name not in ours]:
+            problem = (
+                f"--overwrite would delete the directory {foreign[0]}, which is no part of a "
+                "checkpoint; move it away, or choose another destination"
+            )
+    if problem:
+        raise CocaError(f"{target}: {problem}")
 
 
 def check_staging(target: Path) -> None:
-    """What making the staging directory of `target` would raise, for a dry run, which makes none.
+    """Raise what making the staging directory of `target` would raise, for a dry run.
 
-    Raises CocaError where another process writes there or something foreign is in the way, and
-    OSError where nothing can be written.
+    CocaError if another process writes there or something foreign is in the way, and OSError if
+    nothing can be written.
     """
     directory = staging_directory(target)
     if os.path.lexists(directory):
@@ -157,7 +166,7 @@ def check_staging(target: Path) -> None:
 
 
 def free_bytes(target: Path) -> int:
-    """On the disk of `target`, with what an earlier run has written: it is kept or makes room."""
+    """Free bytes on the disk of `target`, and what an earlier run wrote, which is kept or removed."""
     directory = staging_directory(target)
     written = [
         *(directory / "checkpoint").glob("*.safetensors"),
@@ -168,10 +177,10 @@ def free_bytes(target: Path) -> int:
 
 
 def check_room(layout: Layout, target: Path, states: int = 0, layers: int = 0) -> None:
-    """Raise OSError where the disk of `target` has too little room.
+    """Raise OSError if the disk of `target` has too little room.
 
-    states, layers: bytes of calibration's hidden states, which are gone before weights are written,
-    and of its layers, which are not.
+    states, layers: bytes of calibration's hidden states, which are removed before weights are
+    written, and of its layers, which are not.
     """
     weights = layout.num_bytes(*layout.shards)
     needed, free = max(weights, states) + layers, free_bytes(target)
@@ -183,26 +192,33 @@ def check_room(layout: Layout, target: Path, states: int = 0, layers: int = 0) -
         )
 
 
-def check_numbers(layout: Layout, known: Collection[TargetTensor] = ()) -> None:
+def check_numbers(layout: Layout, any_layer_may_stay: bool) -> None:
     """Raise CocaError for what writing would refuse, before layers are calibrated for hours.
 
-    Only what calibration itself makes of W_Q and W_T cannot be known yet. known: tensors that need
-    no check.
+    Only what calibration itself makes of W_Q and W_T is still unknown.
     """
+    _check_numbers(layout, layout.targets)
+    if any_layer_may_stay:
+        every_layer = range(layout.config.num_hidden_layers)
+        kept = Layout(layout.source, layout.form.keeping(every_layer), every_layer)
+        known = {target.name for target in layout.targets}
+        _check_numbers(kept, [target for target in kept.targets if target.name not in known])
+
+
+def _check_numbers(layout: Layout, targets: Iterable[TargetTensor]) -> None:
     initialiser = layout.initialiser(layout.source.read)
-    names = {target.name for target in known}
-    for target in [target for target in layout.targets if target.name not in names]:
-        if not layout.is_copied(target):
+    for target in targets:
+        if layout.is_copied(target):
+            for block in layout.source.blocks(target.source):
+                layout.as_stored(target, block)
+        else:
             made = initialiser.make(target)
             if target.module != "t_proj":  # calibration replaces that one
                 layout.as_stored(target, made)
-        else:
-            for block in layout.source.blocks(target.source):
-                layout.as_stored(target, block)
 
 
 def check_repository(repository: str) -> None:
-    """Raise CocaError unless we are logged in and may create `repository`, which is not there."""
+    """Raise CocaError unless the login may create `repository` and it does not exist yet."""
     option = f"--push-to-hub {repository}"
     owner, _, name = repository.partition("/")
     with library_errors(f"{option}: got no name of a repository, expected OWNER/NAME"):
@@ -236,17 +252,17 @@ def check_repository(repository: str) -> None:
 
 
 def _existing(path: Path) -> Path:
-    """The nearest of `path` and the directories above it that is there."""
+    """The nearest of `path` and the directories above it that exists."""
     return next(found for found in (path, *path.parents) if found.exists())
 
 
 def _is_mount_point(path: Path) -> bool:
-    """Also for a bind mount of the same file system, on Linux; `os.path.ismount` misses those."""
+    """Whether `path` is a mount point; on Linux also a bind mount, which `os.path.ismount` misses."""
     mounts = Path("/proc/self/mountinfo")
     if not mounts.exists():
         return os.path.ismount(path)
     points = (line.split(b" ")[4] for line in mounts.read_bytes().splitlines())
-    octal = re.compile(rb"\\(\d{3})")  # of blanks and backslashes
+    octal = re.compile(rb"\\(\d{3})")  # blanks and backslashes are written so
     return os.fsencode(path.resolve()) in {
         octal.sub(lambda code: bytes([int(code[1], 8)]), point) for point in points
     }

@@ -1,9 +1,9 @@
-"""Weights that are stored quantized: which tensors hold each of them, and its numbers.
+"""Quantized weights: the tensors that store each of them, and its numbers.
 
-FP8 has a scale for each block, bitsandbytes' eight bits one for each row. bitsandbytes' four bits
-(nf4, fp4) have one for each block, which double quantisation stores in eight bits; shape and block
-sizes are JSON in a tensor of their own. Sizes are checked before a weight is read: bitsandbytes
-reads as much memory as the JSON says.
+FP8 has a scale for each block, and bitsandbytes' eight-bit format one for each row. Its four-bit
+formats (nf4, fp4) have one for each block, which double quantisation stores in eight bits; the shape
+and the block sizes are JSON in another tensor. Sizes are checked before a weight is read, because
+bitsandbytes reads as much memory as the JSON says.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from coca_hf.convert.tensors import Shape
+from coca_hf.convert.initialise import Shape
 from coca_hf.errors import CocaError, library_errors
 from coca_hf.weights import FLOATS, TYPES, AnyFile, parse_json
 
@@ -30,7 +30,7 @@ Files = Mapping[str, AnyFile]  # the open file that has each tensor, by the tens
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight of `shape`. beside: the tensors that are stored for it alone. read: its numbers."""
+    """A weight of `shape`. beside: other tensors that store it. read: returns its numbers."""
 
     shape: Shape
     beside: frozenset[str]
@@ -42,12 +42,12 @@ def quantized_weights(
 ) -> tuple[str | None, dict[str, QuantizedWeight]]:
     """The method that a checkpoint's `config`, at `where`, names, and its quantized weights by name.
 
-    Raises CocaError for a method that is not read here, for tensors that do not fit together, and
-    where bitsandbytes is needed and not installed.
+    Raises CocaError for a method that is not supported, for tensors that do not fit together, and
+    if bitsandbytes is needed and not installed.
     """
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict) or not quantization.keys() & METHOD_FIELDS:
-        return None, {}  # `written_config` refuses what is none
+        return None, {}  # `converted_config` refuses anything else in that field
     method = quantization.get("quant_method", "bitsandbytes")
     block = quantization.get("weight_block_size") or []
     is_block = isinstance(block, list) and len(block) in (0, 2)
@@ -74,7 +74,7 @@ def quantized_weights(
 def dequantize_fp8(weight: Tensor, scales: Tensor, block: tuple[int, ...]) -> Tensor:
     """The numbers of `weight` (rows, columns) in float32: each times the scale of its block.
 
-    scales: (rows / block[0], columns / block[1]), rounded up; a single one where `block` is empty.
+    scales: (rows / block[0], columns / block[1]), rounded up; a single one if `block` is empty.
     """
     for axis, size in enumerate(block):
         scales = scales.repeat_interleave(size, axis).narrow(axis, 0, weight.shape[axis])
@@ -170,7 +170,7 @@ def _four_bits(state: str, files: Files) -> tuple[str, QuantizedWeight]:
 
 
 def _check(expected: Mapping[str, tuple[str, Shape]], files: Files, file: Path) -> None:
-    """Raise CocaError where a tensor is absent or has another type or shape."""
+    """Raise CocaError if a tensor is absent or has another type or shape."""
     for name, kind in expected.items():
         found = files[name].tensors[name][:2] if name in files else None
         if found != kind:
@@ -178,6 +178,6 @@ def _check(expected: Mapping[str, tuple[str, Shape]], files: Files, file: Path) 
 
 
 def _stored(name: str, files: Files) -> Tensor:
-    """A tensor in the type and the shape that it is stored in."""
+    """A tensor with the dtype and shape in which it is stored."""
     dtype, shape = files[name].tensors[name][:2]
     return files[name].read(name).view(TYPES[dtype]).view(shape)

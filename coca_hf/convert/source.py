@@ -1,7 +1,8 @@
-"""Checkpoints to convert from: safetensors (single or sharded) and GGUF, on disk or on the hub."""
+"""Sources of a conversion: safetensors, pickles and GGUF, on disk or on the hub."""
 
 import contextlib
 import fnmatch
+import functools
 import glob
 import importlib.util
 import json
@@ -18,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from coca_hf.convert.adapter import CONFIG as ADAPTER
 from coca_hf.convert.adapter import Adapter
+from coca_hf.convert.initialise import Shape
 from coca_hf.convert.quantized import FOUR_BITS, quantized_weights
-from coca_hf.convert.tensors import Shape
 from coca_hf.errors import CocaError, library_errors
 from coca_hf.models.hub import LICENCE_FILES, RECORDS
 from coca_hf.weights import (
@@ -39,7 +40,7 @@ from coca_hf.weights import (
 )
 
 TOKENIZER = "tokenizer_config.json"
-# Which transformers does not write, and other engines read
+# files that transformers does not write but other engines read
 FOREIGN_TOKENIZERS = (
     *("tokenizer.model*", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model"),
     *("tekken.json", "tokenizer.tiktoken", "qwen.tiktoken"),
@@ -50,17 +51,16 @@ TOKENIZER_FILES = (
     *FOREIGN_TOKENIZERS,
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
 )
-# Copied as they are: what from_pretrained and the serving engines look for beside weights and
-# config, and what licences ask to go along. Patterns, here and on the hub; none begins with *,
-# which there would match in other directories, too.
+# Files to copy as they are: those that from_pretrained and serving engines look for beside weights
+# and config, and licences. These are patterns, here and on the hub. None begins with *, which on
+# the hub would also match in other directories.
 COMPANIONS = (*TOKENIZER_FILES, "generation_config.json", *LICENCE_FILES)
 MAX_TOKEN_ID = 1 << 24
-# Of each record of a CoCA checkpoint, what its card is made of, and the kind of that
+# the field of each record of a CoCA checkpoint that its card is made from, and the field's type
 FACTS = {"conversion.json": ("base", dict), "training.json": ("stages", list)}
-# What is fetched from the hub before it is known which files of weights there are.
+# files to download from the hub before the names of the files of weights are known
 OTHER_FILES = ["config.json", INDEX, ADAPTER, "README.md", *RECORDS, *COMPANIONS]
-# What a directory without weights that we read is called by its files, and the remedy; the first
-# that matches.
+# What a directory without readable weights is, by its files, and the remedy; the first match counts.
 FOREIGN = {
     ("params.json",): (
         "the layout of Meta's or Mistral's own code ({}), expected that of transformers; take the "
@@ -87,14 +87,14 @@ FOREIGN = {
 
 
 class Source:
-    """A checkpoint: its `config`, and weights, which are read when asked for.
+    """A checkpoint: its `config`, and its weights, which are read on demand.
 
-    config_file: what errors about `config` name. kind: what the weights are stored as. files: open
-    files of weights by name; file_of: the one that has each tensor. commit: of the hub's repository
-    that `directory` is a snapshot of. adapter: is merged into the weights as they are read; whoever
-    opened it closes it.
+    config_file: named in errors about `config`. kind: how the weights are stored. files: open files
+    of weights by name; file_of: the file of each tensor. commit: that of the hub's repository, if
+    `directory` is a snapshot of one. adapter: merged into the weights as they are read.
 
-    Raises CocaError where tensors, or an adapter and its base, do not fit together.
+    Raises CocaError if tensors, or an adapter and its base, do not fit together, and closes the
+    files.
     """
 
     def __init__(
@@ -110,30 +110,28 @@ class Source:
     ):
         self.directory, self.config_file, self.config = directory, config_file, config
         self.commit, self.adapter = commit, adapter
-        self._file_of = file_of
-        method, self._quantized = quantized_weights(config, file_of, config_file)
-        if method:
-            del self.config["quantization_config"]
-        self.kind = f"{kind}, {method}" if method else kind
-        self._beside = {name for weight in self._quantized.values() for name in weight.beside}
-        self._files = dict(files)
-        if adapter:
-            adapter.check(self.shapes(), bool(self.config.get("tie_word_embeddings")))
-            self._files[str(adapter.weights.file.absolute())] = adapter.weights
-        self._states = self._current_states()
+        self._file_of, self._files = file_of, dict(files)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.close)
+            method, self._quantized = quantized_weights(config, file_of, config_file)
+            if method:
+                del self.config["quantization_config"]
+            self.kind = f"{kind}, {method}" if method else kind
+            self._beside = {name for weight in self._quantized.values() for name in weight.beside}
+            if adapter:
+                adapter.check(self.shapes(), bool(self.config.get("tie_word_embeddings")))
+                self._files[str(adapter.weights.file.absolute())] = adapter.weights
+            self._states = self._current_states()
+            on_error.pop_all()
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each file of weights, by name."""
         return {name: weights.size for name, weights in self._files.items()}
 
     def shapes(self) -> dict[str, Shape]:
-        return {
-            name: self._quantized[name].shape
-            if name in self._quantized
-            else weights.tensors[name].shape
-            for name, weights in self._file_of.items()
-            if name not in self._beside
-        }
+        stored = {name: file.tensors[name].shape for name, file in self._file_of.items()}
+        dequantized = {name: weight.shape for name, weight in self._quantized.items()}
+        return {n: shape for n, shape in (stored | dequantized).items() if n not in self._beside}
 
     def dtype(self, name: str) -> torch.dtype:
         found = self._file_of[name].tensors[name].dtype
@@ -148,17 +146,20 @@ class Source:
         return FLOATS[found]
 
     def read(self, name: str) -> Tensor:
-        stored = self._stored(name)
-        if self.adapter and name in self.adapter.targets:
-            return self.adapter.merged(name, stored)
-        return stored
+        if name in self._quantized:
+            tensor = self._quantized[name].read().to(self.dtype(name))
+        else:
+            weights = self._file_of[name]
+            tensor = weights.read(name).view(self.dtype(name)).view(weights.tensors[name].shape)
+        lora = self._lora_of(name)
+        return lora.merged(name, tensor) if lora else tensor
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         """The numbers of a tensor in order, as 1-d tensors.
 
-        They share a buffer: use each before asking for the next.
+        They share a buffer, so use each one before you ask for the next.
         """
-        if name in self._quantized or (self.adapter and name in self.adapter.targets):
+        if name in self._quantized or self._lora_of(name):
             yield self.read(name).flatten()
             return
         dtype = self.dtype(name)
@@ -166,22 +167,20 @@ class Source:
             yield block.view(dtype)
 
     def place_of(self, name: str) -> str:
-        """The file that has a tensor, and that of the adapter that is added to it."""
-        place = str(self._file_of[name].file)
-        if self.adapter and name in self.adapter.targets:
-            return f"{place} with {self.adapter.weights.file}"
-        return place
+        """The file that has a tensor, and the file of the adapter that is merged into it."""
+        place, lora = str(self._file_of[name].file), self._lora_of(name)
+        return f"{place} with {lora.weights.file}" if lora else place
 
     def check_unchanged(self) -> None:
-        """Raise OSError where a file of weights was written to since it was opened."""
+        """Raise OSError if a file of weights was written to since it was opened."""
         for name, state in self._current_states().items():
             if state != self._states[name]:
                 raise OSError(f"{self.directory / name} changed while it was converted")
 
     def records(self) -> dict[str, dict]:
-        """What a CoCA checkpoint says of its conversion and training, by the names of the files.
+        """The records of a CoCA checkpoint's conversion and training, by the names of the files.
 
-        Raises CocaError for a file that coca_hf did not write so.
+        Raises CocaError for a file that coca_hf cannot have written.
         """
         found = {}
         for name, (field, kind) in FACTS.items():
@@ -197,14 +196,13 @@ class Source:
     def save_companions(
         self, directory: Path, ntk_length: int | None
     ) -> PreTrainedTokenizerBase | None:
-        """Copy tokenizer, chat templates, generation config and licence.
+        """Copy the tokenizer, chat templates, generation config and licence to `directory`.
 
-        directory: has its config.json. ntk_length: of texts from then on. Returns the tokenizer,
-        where one loads. Raises CocaError for a link that leads out of the checkpoint.
+        directory: has its config.json already. ntk_length: the new longest text. Returns the
+        tokenizer, if it loads. Raises CocaError for a link that leads out of the checkpoint.
         """
         if ntk_length and os.path.lexists(self.directory / TOKENIZER):
-            # The name that its owner knows.
-            read_json(checkpoint_file(self.directory, TOKENIZER))
+            read_json(checkpoint_file(self.directory, TOKENIZER))  # errors name the source's file
         names = _companions_in(self.directory, COMPANIONS)
         for name in names:
             (directory / name).parent.mkdir(exist_ok=True)
@@ -216,18 +214,19 @@ class Source:
         tokenizer = None
         if any(_matches(name, TOKENIZER_FILES) for name in names):
             with contextlib.suppress(CocaError):  # one that cannot be loaded is copied as it is
-                tokenizer = self.load_tokenizer()
+                tokenizer = self.tokenizer
         if tokenizer:
             _keep_tokenizer(tokenizer, directory)
         if ntk_length:
             _raise_tokenizer_length(directory / TOKENIZER, ntk_length)
         return tokenizer
 
-    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+    @functools.cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
         return load_tokenizer(self.directory)
 
     def states(self) -> list[tuple[int, ...]]:
-        """What changes whenever a file of weights, or the factor of the adapter, does."""
+        """Values that change whenever a file of weights or the adapter's factor changes."""
         adapter = [(int(self.adapter.record["xxh3_128"], 16),)] if self.adapter else []
         return sorted([*self._current_states().values(), *adapter])
 
@@ -235,12 +234,8 @@ class Source:
         for weights in self._files.values():
             weights.close()
 
-    def _stored(self, name: str) -> Tensor:
-        """A tensor of the file, in numbers that can be converted."""
-        if name in self._quantized:
-            return self._quantized[name].read().to(self.dtype(name))
-        weights = self._file_of[name]
-        return weights.read(name).view(self.dtype(name)).view(weights.tensors[name].shape)
+    def _lora_of(self, name: str) -> Adapter | None:
+        return self.adapter if self.adapter and name in self.adapter.targets else None
 
     def _current_states(self) -> dict[str, tuple[int, ...]]:
         return {name: weights.state() for name, weights in self._files.items()}
@@ -267,7 +262,7 @@ class GgufSource(Source):
                 quantization_config=transformers.GgufConfig(dequantize=True),
                 dtype=torch.float32,
             )
-            self._tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            self.tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
             passed_over = _passed_over(file)
         if passed_over:
             raise CocaError(
@@ -281,14 +276,11 @@ class GgufSource(Source):
         super().__init__(file.parent, file, config, "gguf", {file.name: weights}, file_of)
 
     def check_unchanged(self) -> None:
-        """Nothing: all tensors are in memory since the file was read."""
-
-    def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        return self._tokenizer
+        """All tensors are in memory, so a change of the file has no effect."""
 
     def save_companions(self, directory: Path, ntk_length: int | None) -> None:
         """Write the tokenizer and the generation config that the file carries."""
-        self._tokenizer.save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)
         self._model.generation_config.save_pretrained(directory)
         if ntk_length:
             _raise_tokenizer_length(directory / TOKENIZER, ntk_length)
@@ -297,9 +289,9 @@ class GgufSource(Source):
 def _open_directory(
     directory: Path, commit: str | None, adapter: Adapter | None, pickled: bool = False
 ) -> Source:
-    """A directory with config.json and weights: safetensors, or pickles where they are `pickled`.
+    """A directory with config.json and weights: safetensors, or pickles if `pickled`.
 
-    Raises CocaError where a file is absent, outside the directory, truncated or corrupted.
+    Raises CocaError if a file is absent, outside the directory, truncated or corrupted.
     """
     config = read_json(checkpoint_file(directory, "config.json"))
     opened, kind = open_weights(directory, pickled), "pickles" if pickled else "safetensors"
@@ -307,7 +299,7 @@ def _open_directory(
 
 
 def _passed_over(file: Path) -> str | None:
-    """The scaled or partial RoPE or window that a GGUF file has where transformers does not look."""
+    """The scaled or partial RoPE or the window that a GGUF file has and transformers ignores."""
     from gguf import GGUFReader
 
     reader = GGUFReader(file)
@@ -335,11 +327,11 @@ def open_source(
 ) -> Source:
     """Open a checkpoint: a directory, a .gguf file or a hub id, at a `revision`.
 
-    allow_pickle: read pickled weights where there are no safetensors. adapter: to merge into them.
-    scratch: a directory, for a dry run. It then takes what the cache of the hub lacks, the headers
-    of weights without their numbers; see `has_numbers`.
+    allow_pickle: read pickled weights if there are no safetensors. adapter: to merge into them.
+    scratch: a directory, for a dry run, which gets the files that the hub's cache lacks: of the
+    weights, only the headers (`has_numbers`).
 
-    Raises CocaError where it is absent, has no weights that can be read safely, or is ambiguous.
+    Raises CocaError if it is absent, has no weights that can be read safely, or is ambiguous.
     """
     path = Path(source)
     if revision and path.exists():
@@ -358,8 +350,8 @@ def open_source(
         base = read_json(checkpoint_file(directory, ADAPTER)).get("base_model_name_or_path")
         raise CocaError(
             f"{source}: got an adapter of {base}, expected a whole model; pass its base as SRC and "
-            f"its directory as --adapter, or remove {ADAPTER} where the weights beside it are "
-            "merged already"
+            f"its directory as --adapter, or remove {ADAPTER} if the weights beside it are "
+            "already merged"
         )
     commit = None if path.is_dir() else directory.name
     if os.path.lexists(directory / INDEX) or os.path.lexists(directory / SINGLE):
@@ -389,7 +381,7 @@ def open_source(
 
 
 def has_numbers(source: Source, scratch: Path | None) -> bool:
-    """Whether its weights are here; `scratch` has their headers alone."""
+    """Whether its weights are here; `scratch` has only their headers."""
     return scratch is None or scratch not in source.directory.parents
 
 
@@ -398,7 +390,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     with library_errors(f"{directory}: got no tokenizer that can be read, expected one"):
-        # Loading and saving count up to its largest id
+        # loading and saving count up to the largest id
         if (directory / "tokenizer.json").is_file():
             vocab = json.loads((directory / "tokenizer.json").read_bytes())["model"]["vocab"]
             largest = max(vocab.values(), default=0) if isinstance(vocab, dict) else 0
@@ -410,15 +402,14 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 def _keep_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Make the files in `directory` load as `tokenizer`, the source's, if they do not.
 
-    transformers chooses a tokenizer's class, and whether it mends its regular expression
-    (`fix_mistral_regex`), by the model type and the version in config.json too, which are now
-    others. What it made of the source is saved then.
+    transformers chooses a tokenizer's class, and whether to correct its regular expression
+    (`fix_mistral_regex`), also by the model type and version in config.json, which have changed.
     """
-    for mended in (False, True):
+    for is_saved in (False, True):
         with contextlib.suppress(CocaError):
             if _behaviour(load_tokenizer(directory)) == _behaviour(tokenizer):
                 return
-        if not mended:
+        if not is_saved:
             tokenizer.save_pretrained(directory)
     raise CocaError(
         f"{tokenizer.name_or_path}: its {type(tokenizer).__name__} does not load as itself beside "
@@ -428,17 +419,17 @@ def _keep_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None
 
 
 def _behaviour(tokenizer: PreTrainedTokenizerBase) -> tuple:
-    """Whatever decides the token ids of a text or a chat."""
+    """Everything that decides the token ids of a text or a chat."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     steps = json.loads(backend.to_str()) if backend else {"model": {}}
     if isinstance(steps["model"].get("vocab"), dict):
-        del steps["model"]["vocab"]  # where two tokens share an id, it has either
+        del steps["model"]["vocab"]  # if two tokens share an id, it has one of them at random
     chat = tokenizer.special_tokens_map, tokenizer.chat_template, tokenizer.padding_side
     return type(tokenizer), steps, tokenizer.get_vocab(), chat
 
 
 def _raise_tokenizer_length(file: Path, length: int) -> None:
-    """Serving engines take the smaller of the tokenizer's length and the model's."""
+    """Raise the tokenizer's length: serving engines take the smaller of it and the model's."""
     tokenizer = read_json(file) if file.is_file() else {}
     stated = tokenizer.get("model_max_length")
     if isinstance(stated, int) and stated < length:
@@ -458,14 +449,14 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _download(hub_id: str, revision: str | None, allow_pickle: bool, scratch: Path | None) -> Path:
-    """The directory in the hub's cache with the files of `hub_id` that are read, and no others.
+    """Download the files of `hub_id` that are read, and no others; returns their directory.
 
-    With `scratch`, the directory there, unless the cache has all files.
+    With `scratch`, it is there, unless the cache has all files.
     """
     others = [*OTHER_FILES, PICKLE_INDEX] if allow_pickle else OTHER_FILES
     if scratch:
-        with contextlib.suppress(Exception):  # offline; and what `_snapshot` meets, too
-            # For the name of a branch, the cache would note what it stands for.
+        with contextlib.suppress(Exception):  # offline, or a problem that `_snapshot` reports
+            # by commit, because the cache would note which commit a branch stands for
             revision = HfApi().model_info(hub_id, revision=revision).sha
     cache = scratch if scratch and _is_to_download(hub_id, revision, others) else None
     directory = _snapshot(hub_id, revision, others, cache_dir=cache)
@@ -492,7 +483,7 @@ def _download(hub_id: str, revision: str | None, allow_pickle: bool, scratch: Pa
 def _is_to_download(hub_id: str, revision: str | None, patterns: list[str]) -> bool:
     try:
         found = snapshot_download(hub_id, revision=revision, allow_patterns=patterns, dry_run=True)
-    except Exception:  # whatever it is, `_snapshot` meets it too, and finds the cache without a hub
+    except Exception:  # `_snapshot` reports the problem, or finds the cache without the hub
         return False
     return any(file.will_download for file in found)
 
@@ -510,7 +501,7 @@ def _snapshot(hub_id: str, revision: str | None, patterns: list[str], **options)
 
 
 def _write_header(hub_id: str, commit: str, directory: Path, name: str) -> None:
-    """Write a safetensors file of a repository without its numbers, which take no disk."""
+    """Write a safetensors file with the header of a repository's, and a hole for the numbers."""
     with library_errors(f"{hub_id}: the header of {name} cannot be read"):
         tensors = HfApi().parse_safetensors_file_metadata(hub_id, name, revision=commit).tensors
     if any(FOUR_BITS in tensor for tensor in tensors):
@@ -530,7 +521,7 @@ def _write_header(hub_id: str, commit: str, directory: Path, name: str) -> None:
 
 
 def _names_on_hub(hub_id: str, directory: Path) -> list[str]:
-    """The files of a repository; where the hub does not answer, those of its snapshot."""
+    """The files of a repository; if the hub does not answer, those of its snapshot."""
     try:
         return HfApi().list_repo_files(hub_id, revision=directory.name)
     except Exception:  # offline: huggingface_hub has many classes for it

@@ -1,16 +1,34 @@
-"""Write and hash the weights of a layout: a few shards at a time, a block of each at a time.
+"""Write and hash the weights of a layout, in a staging directory that becomes the destination.
+
+A few shards are written at a time, and a block of each at a time. The staging directory is a hidden
+one beside the destination, with one writer at a time:
+
+.DST.incomplete/lock            held by the process that writes, until it ends or dies
+.DST.incomplete/manifest.jsonl  what is made here and from what, then a line per finished shard
+.DST.incomplete/calibrated/     a file per calibrated layer, which says what it was made from, and
+                                the hidden states before the next layer
+.DST.incomplete/checkpoint/     renamed to DST when it is complete
+.DST.incomplete/replaced/       the former DST, from just before that rename until just after it
+
+The directory is for its owner alone, and everything in it is a plain file or directory with one
+name. Otherwise, whoever prepared a link there could have us empty or overwrite what it leads to.
 
 The hashes, xxh3, find accidents. Whoever can change a shard in the staging directory can change the
-manifest beside it as well, so that a cryptographic hash, 40 times slower, would protect no better.
+manifest beside it, too, so a cryptographic hash, 40 times slower, would protect no better.
 """
 
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+import os
+import shutil
+import stat
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
 from functools import partial
 from io import FileIO
+from pathlib import Path
 from threading import Lock
 
 import torch
@@ -18,14 +36,238 @@ import xxhash
 from torch import Tensor
 
 from coca_hf.convert.layout import Layout
-from coca_hf.convert.staging import FinishedShard, Staging
-from coca_hf.convert.tensors import Initialiser, TargetTensor
 from coca_hf.errors import CocaError
+from coca_hf.files import append_line, locked, sync
 from coca_hf.weights import INDEX, STORED_AS, WeightsFile
 
-SHARDS_AT_ONCE = 3  # two to keep two processors busy, and one that waits for the disk
+SHARDS_AT_ONCE = 3  # two keep two processors busy, and one waits for the disk
+PROCESS_BYTES = 700_000_000  # of Python with torch and transformers
 
 Progress = Callable[[int, int], None]
+Contents = list[tuple[str, int, int, int]]
+
+
+@dataclass(frozen=True)
+class FinishedShard:
+    """A line of the manifest.
+
+    written: hashes of the shard's tensors; read: of the source's; scales: see `Initialiser`.
+    """
+
+    shard: str
+    written: dict[str, str]
+    read: dict[str, str]
+    scales: dict[int, list[float]]
+
+
+class Staging:
+    """The staging directory of `target`; `locked_staging` makes and locks it.
+
+    former: the contents of the target when the work began, which `publish` replaces. finished: the
+    finished shards by name.
+    """
+
+    def __init__(self, target: Path):
+        self.target = target
+        self.directory = staging_directory(target)
+        self.checkpoint = self.directory / "checkpoint"
+        self.calibrated = self.directory / "calibrated"
+        self.begun = False
+        self.former: Contents | None = None
+        self.finished: dict[str, FinishedShard] = {}
+        self._manifest = self.directory / "manifest.jsonl"
+        self._replaced = self.directory / "replaced"
+        self._lock = Lock()
+
+    def check(self) -> None:
+        """Raise CocaError for what we did not make, except in `replaced`, the former target."""
+        for path in self.directory.rglob("*"):
+            if not (self._replaced.is_dir() and self._replaced in (path, *path.parents)):
+                _check_plain(path, path.is_dir())
+
+    def recover(self) -> None:
+        """Put back a destination that an interrupted run had moved away to replace it.
+
+        Raises CocaError if something else has taken its place in the meantime; both are kept.
+        """
+        if not os.path.lexists(self._replaced):
+            return
+        if not os.path.lexists(self.target):
+            self._replaced.rename(self.target)
+        elif not os.path.lexists(self.checkpoint):
+            _remove(self._replaced)  # the new checkpoint is in place
+        else:
+            raise CocaError(
+                f"{self.target}: appeared while the checkpoint there was being replaced, which is "
+                f"kept in {self._replaced}; move one of them elsewhere, then run the same command "
+                "again"
+            )
+
+    def begin(self, made_from: str, shards: Collection[str]) -> None:
+        """Keep the `shards` that an earlier run finished, if it made the same; remove the rest.
+
+        made_from: decides the shards' names and contents, together with the numbers of the source.
+        """
+        self.begun = True
+        finished = self._read_manifest(made_from)
+        if finished is None:
+            _remove(self.checkpoint)
+            self.checkpoint.mkdir()
+            self.start_over(made_from)
+            return
+        self.finished = {line.shard: line for line in finished if line.shard in shards}
+        for file in self.checkpoint.iterdir():
+            if file.name not in self.finished:
+                _remove(file)
+
+    def start_over(self, made_from: str) -> None:
+        """Forget the finished shards, which will be written again in the same places."""
+        self.finished = {}
+        self._manifest.unlink(missing_ok=True)
+        append_line(self._manifest, json.dumps({"made_from": made_from}))
+
+    def record(self, finished: FinishedShard) -> None:
+        """Note that a shard is finished, once it is on the disk. Thread-safe."""
+        sync(self.checkpoint / finished.shard)
+        sync(self.checkpoint)
+        with self._lock:
+            self.finished[finished.shard] = finished
+            append_line(self._manifest, json.dumps(asdict(finished)))
+
+    def publish(self) -> None:
+        """Put the finished checkpoint in place, replacing nothing but `former`.
+
+        Raises OSError if the target is not what it was when the work began.
+        """
+        for path in (*self.checkpoint.rglob("*"), self.checkpoint):
+            sync(path)
+        if self.former is not None:
+            self.target.rename(self._replaced)
+            if contents_of(self._replaced) != self.former:  # `recover` puts it back
+                raise OSError("the checkpoint there changed meanwhile, and is left as it is")
+        try:
+            # fails unless there is nothing, or an empty directory
+            self.checkpoint.rename(self.target)
+        except OSError as error:
+            if not os.path.lexists(self.target):
+                raise
+            raise OSError(
+                "something appeared there meanwhile, and is left as it is; move it elsewhere"
+            ) from error
+        sync(self.target.parent)
+
+    def has_results(self) -> bool:
+        """Whether a later run can continue from something."""
+        return bool(self.finished) or any(self.calibrated.glob("*.safetensors"))
+
+    def discard(self) -> None:
+        """Remove everything but the lock."""
+        self.finished = {}
+        for path in (self._manifest, self.calibrated, self.checkpoint, self._replaced):
+            _remove(path)
+
+    def _read_manifest(self, made_from: str) -> list[FinishedShard] | None:
+        """Its lines up to the first one that a power failure cut; None if it is not ours."""
+        try:
+            first, *lines = self._manifest.read_text(encoding="utf-8").splitlines(keepends=True)
+            if json.loads(first) != {"made_from": made_from} or not self.checkpoint.is_dir():
+                return None
+        except (FileNotFoundError, ValueError):
+            return None
+        finished: list[FinishedShard] = []
+        # an earlier coca_hf may have written other fields
+        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
+            for text in lines:
+                if not text.endswith("\n"):
+                    break
+                facts = json.loads(text)
+                scales = {int(layer): of_heads for layer, of_heads in facts["scales"].items()}
+                finished.append(FinishedShard(**facts | {"scales": scales}))
+        return finished
+
+
+def contents_of(path: Path) -> Contents | None:
+    """Name, inode, size and change time of `path` and the files below it; None if it is absent."""
+    if not os.path.lexists(path):
+        return None
+    contents = []
+    for file in (path, *path.rglob("*")):
+        found = file.lstat()
+        is_directory = stat.S_ISDIR(found.st_mode)
+        changed = (0, 0) if is_directory else (found.st_size, found.st_mtime_ns)
+        contents.append((str(file.relative_to(path)), found.st_ino, *changed))
+    return sorted(contents)
+
+
+def staging_directory(target: Path) -> Path:
+    return target.parent / f".{target.name}.incomplete"
+
+
+@contextlib.contextmanager
+def locked_staging(target: Path) -> Iterator[Staging]:
+    """Hold the staging directory of `target`.
+
+    It is removed afterwards, unless the body was interrupted with shards finished: the next run
+    continues from them. A CocaError is not an interruption, because it would come again. It leaves
+    only calibrated layers, which took hours and may serve a run with another dtype.
+
+    Raises CocaError if another process holds the directory or it has something that we do not make.
+    """
+    staging = Staging(target)
+    made = [parent for parent in staging.directory.parents if not parent.exists()]
+    try:
+        with lock(staging):
+            staging.check()
+            staging.recover()
+            try:
+                yield staging
+            except BaseException as error:
+                staging.recover()
+                if staging.begun and isinstance(error, CocaError):
+                    staging.finished = {}
+                if staging.begun and not staging.has_results():
+                    staging.discard()
+                raise
+            try:
+                staging.discard()
+            except OSError as error:
+                raise CocaError(
+                    f"{target}: is written; but what is left of the work cannot be removed: {error}"
+                ) from error
+    finally:
+        with contextlib.suppress(OSError):  # stops at the first one that is not empty
+            for directory in (staging.directory, *made):
+                directory.rmdir()
+
+
+def lock(staging: Staging) -> contextlib.ExitStack:
+    """Make the directory of `staging` and hold its lock. Raises CocaError if it is taken."""
+    directory = staging.directory
+    busy = f"{staging.target}: another conversion is writing it; wait for it or choose another name"
+    held = contextlib.ExitStack()
+    while True:
+        for path in (directory, directory / "lock"):
+            if os.path.lexists(path):
+                _check_plain(path, is_directory=path == directory)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # the last holder just removed the directory
+            held.enter_context(locked(directory / "lock", busy))
+            return held
+
+
+def _check_plain(path: Path, is_directory: bool) -> None:
+    """Raise CocaError for a link, a file with a second name, or anything else we do not make."""
+    found = path.lstat()
+    is_file = stat.S_ISREG(found.st_mode) and found.st_nlink == 1
+    if not (stat.S_ISDIR(found.st_mode) if is_directory else is_file):
+        raise CocaError(f"{path}: is in the way, expected what coca-convert makes there; remove it")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 class WeightsWriter:
@@ -41,28 +283,21 @@ class WeightsWriter:
             try:
                 self._keep_intact(pool)
                 self._advance(self.layout.num_bytes(*self.staging.finished))
-                missing = [
-                    shard for shard in self.layout.shards if shard not in self.staging.finished
-                ]
-                for written in as_completed(
-                    [pool.submit(self._write_shard, shard) for shard in missing]
-                ):
+                missing = [s for s in self.layout.shards if s not in self.staging.finished]
+                for written in as_completed([pool.submit(self._write_shard, s) for s in missing]):
                     written.result()
             except BaseException:
                 self._stopped = True
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         if len(self.layout.shards) > 1:
-            weight_map = {
-                target.name: shard
-                for shard, targets in self.layout.shards.items()
-                for target in targets
-            }
+            shards = self.layout.shards.items()
+            weight_map = {target.name: shard for shard, targets in shards for target in targets}
             index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
             (self.staging.checkpoint / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def _keep_intact(self, pool: ThreadPoolExecutor) -> None:
-        """Drop the finished shards that are damaged, and all of them where the source changed."""
+        """Drop the finished shards that are damaged, or all of them if the source has changed."""
         finished = list(self.staging.finished.values())
         if not all(pool.map(self._is_source_as_read, finished)):
             self.staging.start_over(self.layout.made_from())
@@ -95,36 +330,33 @@ class WeightsWriter:
             _write(stream, memoryview(self._header(shard)))
             for target in layout.shards[shard]:
                 if layout.is_copied(target):
-                    read[target.source], written[target.name] = self._copy(target, stream)
-                else:
-                    made = layout.as_stored(target, self._made(target, initialiser))
-                    written[target.name] = self._hash([made])
-                    self._advance(_write(stream, bytes_of(made)))
+                    blocks = self._noted(read, target.source, layout.source.blocks(target.source))
+                else:  # calibrated tensors are made, too, to note the source's hash and W_T's scale
+                    made = initialiser.make(target)
+                    blocks = iter([layout.calibrated.get(target.name, made)])
+                stored = (layout.as_stored(target, block) for block in blocks)
+                for block in self._noted(written, target.name, stored):
+                    self._advance(_write(stream, bytes_of(block)))
         self.staging.record(
             FinishedShard(shard=shard, written=written, read=read, scales=initialiser.scales)
         )
-
-    def _made(self, target: TargetTensor, initialiser: Initialiser) -> Tensor:
-        # Also where it is not used: it notes the source's hash, and the scale of W_T.
-        tensor = initialiser.make(target)
-        return self.layout.calibrated.get(target.name, tensor)
-
-    def _copy(self, target: TargetTensor, stream: FileIO) -> tuple[str, str]:
-        """Returns the hashes of what was read and of what was written."""
-        read = xxhash.xxh3_128()
-        written = xxhash.xxh3_128() if self.layout.is_cast(target) else read
-        for block in self._unless_stopped(self.layout.source.blocks(target.source)):
-            read.update(bytes_of(block))
-            data = bytes_of(self.layout.as_stored(target, block))
-            if written is not read:
-                written.update(data)
-            self._advance(_write(stream, data))
-        return read.hexdigest(), written.hexdigest()
 
     def _read(self, hashes: dict[str, str], name: str) -> Tensor:
         tensor = self.layout.source.read(name)
         hashes[name] = self._hash([tensor])
         return tensor
+
+    def _noted(
+        self, hashes: dict[str, str], name: str, blocks: Iterable[Tensor]
+    ) -> Iterator[Tensor]:
+        """The blocks, until another shard fails or the run is interrupted; notes their hash."""
+        digest = xxhash.xxh3_128()
+        for block in blocks:
+            if self._stopped:
+                raise CancelledError
+            digest.update(bytes_of(block))
+            yield block
+        hashes[name] = digest.hexdigest()
 
     def _header(self, shard: str) -> bytes:
         entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
@@ -142,17 +374,10 @@ class WeightsWriter:
         return len(text).to_bytes(8, "little") + text
 
     def _hash(self, blocks: Iterable[Tensor]) -> str:
-        digest = xxhash.xxh3_128()
-        for block in self._unless_stopped(blocks):
-            digest.update(bytes_of(block))
-        return digest.hexdigest()
-
-    def _unless_stopped(self, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
-        """The blocks, until another shard has failed or the run is interrupted."""
-        for block in blocks:
-            if self._stopped:
-                raise CancelledError
-            yield block
+        hashes: dict[str, str] = {}
+        for _ in self._noted(hashes, "", blocks):
+            pass
+        return hashes[""]
 
     def _advance(self, num_bytes: int) -> None:
         with self._lock:
@@ -160,14 +385,30 @@ class WeightsWriter:
             self.progress(self._done, self._total)
 
 
+def memory_bytes(layout: Layout) -> int:
+    """The memory that writing `layout` takes, estimated from the shapes.
+
+    Each shard in progress holds the queries and keys that one layer's `W_T` is made from, about
+    twice. A GGUF model is in memory as a whole, in float32.
+    """
+    source, layers = layout.source, dict[int, int]()
+    for target in layout.targets:
+        if not layout.is_copied(target) or target.module == "q_proj":
+            num_bytes = math.prod(target.source_shape) * source.dtype(target.source).itemsize
+            layers[target.layer] = layers.get(target.layer, 0) + num_bytes
+    at_once = min(SHARDS_AT_ONCE, len(layout.shards)) * 2 * max(layers.values(), default=0)
+    loaded = sum(map(math.prod, source.shapes().values())) * 4 if source.kind == "gguf" else 0
+    return PROCESS_BYTES + at_once + loaded
+
+
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a tensor on the CPU, row by row, as it will be stored."""
+    """The memory of a tensor on the CPU, in the order in which it is stored."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 @contextlib.contextmanager
 def _one_thread_of_torch() -> Iterator[None]:
-    """In each of our threads, which keep the processors busy without more of torch's."""
+    """Our own threads keep the processors busy."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -177,7 +418,7 @@ def _one_thread_of_torch() -> Iterator[None]:
 
 
 def _write(stream: FileIO, data: memoryview) -> int:
-    """All of `data`, which one call to the system may not take; returns its bytes."""
+    """Write all of `data`, which may take several calls; returns the number of bytes."""
     written = 0
     while written < len(data):
         written += stream.write(data[written:])

@@ -1,8 +1,8 @@
-"""Prompts with a known answer: made to a length, scored without generation, and written as lines.
+"""Prompts with a known answer: filled to a length, and scored without generation.
 
 Every token of an answer is predicted from the prompt and the answer's tokens before it, in one
-forward. Where each of them is the likeliest token, greedy decoding answers with exactly these
-tokens, so the share of such cases is its exact match.
+forward. If each of them is the likeliest token, greedy decoding gives exactly this answer, so the
+share of such cases is the exact match of greedy decoding.
 """
 
 from collections.abc import Callable
@@ -11,20 +11,32 @@ from typing import Any, NamedTuple
 import torch
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import Batches
 from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
-from coca_hf.evaluate.perplexity import keeps_logits
+from coca_hf.evaluate.perplexity import last_logits
+from coca_hf.evaluate.rows import Batches
 from coca_hf.tokens import around_text
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
 
+class Drawn(NamedTuple):
+    """A case before its prompt is filled.
+
+    line: holds the answer, in every prompt. fill: from an amount of filler, the prompt and the
+    amount before the line.
+    """
+
+    key: int
+    answer: int
+    line: str
+    fill: Callable[[int], tuple[str, int]]
+
+
 class Case(NamedTuple):
     """A prompt, and the answer that it asks for.
 
-    depth: share of the filler that stands before the answer, 0 to 1. distance: tokens from the
-    first of the line with the answer to the end of the prompt. answer_ids: a space and the answer,
-    after the prompt.
+    depth: share of the filler before the answer, 0 to 1. distance: tokens from the beginning of the
+    line with the answer to the end of the prompt. answer_ids: a space and the answer.
     """
 
     key: int
@@ -42,53 +54,48 @@ class Scored(NamedTuple):
     likeliest: list[int]
 
 
-def fit_case(
-    tokenizer: Any,
-    length: int,
-    prompt: Callable[[int], str],
-    depth: Callable[[int], float],
-    line: str,
-    key: int,
-    answer: int,
-) -> Case:
-    """The case whose prompt has at most `length` tokens, with no room for more filler.
-
-    prompt, depth: by the amount of filler. line: holds the answer, in every prompt. Special tokens
-    count. `length` must fit a prompt without filler: see `check_room`.
+def fit_case(tokenizer: Any, length: int, drawn: Drawn) -> Case:
+    """The case whose prompt, special tokens included, has at most `length` tokens and no room for
+    more filler. `length` must fit a prompt without filler: see `check_lengths`.
     """
-    filler = most_that_fits(lambda amount: len(prompt_ids(tokenizer, prompt(amount))), length)
-    text = prompt(filler)
+
+    def tokens_of(filler: int) -> int:
+        return len(prompt_ids(tokenizer, drawn.fill(filler)[0]))
+
+    filler = most_that_fits(tokens_of, length)
+    text, before = drawn.fill(filler)
     token_ids = prompt_ids(tokenizer, text)
-    from_line = text[text.index(line) :]
+    from_line = text[text.index(drawn.line) :]
     return Case(
-        key=key,
-        answer=answer,
-        depth=depth(filler) if filler else 0.0,
+        key=drawn.key,
+        answer=drawn.answer,
+        depth=before / filler if filler else 0.0,
         distance=len(tokenizer(from_line, add_special_tokens=False)["input_ids"]),
         token_ids=token_ids,
-        answer_ids=prompt_ids(tokenizer, f"{text} {answer}")[len(token_ids) :],
+        answer_ids=prompt_ids(tokenizer, f"{text} {drawn.answer}")[len(token_ids) :],
     )
 
 
 def prompt_ids(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text that is to be continued: without those that the tokenizer puts after it."""
+    """The tokens of a text to be continued: without those that the tokenizer appends to a text."""
     token_ids = tokenizer(text)["input_ids"]
     return token_ids[: len(token_ids) - len(around_text(tokenizer)[1])]
 
 
-def check_room(
-    loaded: LoadedModel, length: int, shortest: list[str], longer: list[str], what: str, of: str
+def check_lengths(
+    loaded: LoadedModel, cases: dict[int, list[Drawn]], what: str, ending: str
 ) -> None:
-    """Raise CocaError where `length` does not fit prompts, or the vocabulary lacks their tokens.
+    """Raise CocaError if a length does not fit its prompts, or the vocabulary lacks their tokens.
 
-    shortest: prompts without filler. longer: prompts with every token that may occur. what: names
-    the prompts. of: ends the message about the length.
+    cases: by length. what: names the prompts. ending: of the message about the length.
     """
-    for prompt in longer:
-        check_vocabulary(loaded, torch.tensor(prompt_ids(loaded.tokenizer, prompt)), what)
-    least = max(len(prompt_ids(loaded.tokenizer, prompt)) for prompt in shortest)
-    if length < least:
-        raise CocaError(f"--lengths: got {length}, expected at least {least} tokens{of}")
+    for length, drawn in cases.items():
+        for one in drawn:
+            ids = prompt_ids(loaded.tokenizer, one.fill(len(FILLER))[0])
+            check_vocabulary(loaded, torch.tensor(ids), what)
+        least = max(len(prompt_ids(loaded.tokenizer, one.fill(0)[0])) for one in drawn)
+        if length < least:
+            raise CocaError(f"--lengths: got {length}, expected at least {least} tokens{ending}")
 
 
 def most_that_fits(tokens_of: Callable[[int], int], length: int) -> int:
@@ -109,7 +116,7 @@ def most_that_fits(tokens_of: Callable[[int], int], length: int) -> int:
 
 
 def score_answers(model: Any, cases: list[Case], batches: Batches) -> list[Scored]:
-    """The scores of the answers; raises NoValue as `Batches.compute` does.
+    """The scores of the answers. Raises NoValue as `Batches.compute` does.
 
     All cases are padded on the right to one width. Causal attention never looks at padding there,
     so a score does not depend on the batch.
@@ -121,11 +128,9 @@ def score_answers(model: Any, cases: list[Case], batches: Batches) -> list[Score
     def compute(batch: list[Case]) -> list[Scored]:
         read = [case.token_ids + case.answer_ids[:-1] for case in batch]
         padded = [ids + [0] * (width - len(ids)) for ids in read]
-        input_ids = torch.tensor(padded, device=model.device)
-        only_kept = {"logits_to_keep": kept} if keeps_logits(model) else {}
-        output = model(input_ids=input_ids, use_cache=False, **only_kept)
+        all_logits = last_logits(model, torch.tensor(padded, device=model.device), kept)
         scores = []
-        for case, logits in zip(batch, output.logits[:, -kept:], strict=True):
+        for case, logits in zip(batch, all_logits, strict=True):
             first = len(case.token_ids) - 1 - (width - kept)
             log_probs = logits[first : first + len(case.answer_ids)].float().log_softmax(-1)
             targets = torch.tensor(case.answer_ids, device=model.device)[:, None]
@@ -139,7 +144,7 @@ def score_answers(model: Any, cases: list[Case], batches: Batches) -> list[Score
 def case_lines(
     cases: list[Case], outputs: list[str], correct: list[bool], nlls: list[float]
 ) -> list[dict]:
-    """A line of the raw table `cases` for each case. nlls: nats; empty where nothing was scored."""
+    """The raw table `cases`, with a line for each. nlls: in nats; empty if nothing was scored."""
     lines: list[dict] = [
         {
             "case": number,

@@ -1,16 +1,15 @@
 """How far a model's attention is from that of the model it was converted from, by layer and head.
 
-Perplexity can recover while attention does not, because the rest of the network adapts. Here both
-models read the same text, each layer sees what its own model's layers below make of it, and maps
-are compared:
+Perplexity can recover while attention does not, because the rest of the network adapts. Both models
+read the same text, each layer gets what its own model's layers below make of it, and maps are
+compared by
 
     KL(baseline's map || model's map), nats, mean over heads and queries, of every layer
 
-in float64, of the probabilities that attention gives; one that rounds to zero counts as the
-smallest float32 above it. A head's sink is its mass on the first token, and `previous` its mass on
+in float64, from the probabilities that attention gives; one that rounds to zero counts as the
+smallest normal float32. A head's sink is its mass on the first token, and `previous` its mass on
 the token before the query's, each a mean over all queries but the first. A strict CoCA score of
-like keys is largest at distance 0, so strict CoCA is furthest from a head that looks one token
-back.
+equal keys is largest at distance 0, so strict CoCA is furthest from heads that look one token back.
 """
 
 from collections.abc import Iterator
@@ -22,12 +21,20 @@ from torch import Tensor
 from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import Batches, NoValue
-from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
-from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import Beside, Count, Identity, Measurement, Raw, Run, Shared, TextRow
+from coca_hf.evaluate.loaded_model import LoadedModel, Rope, check_vocabulary, use_rope_
+from coca_hf.evaluate.rows import (
+    Batches,
+    Beside,
+    Count,
+    Identity,
+    NoValue,
+    Raw,
+    Run,
+    Shared,
+    TextRow,
+)
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.tables import NBSP, Table, each_table, text_settings
+from coca_hf.evaluate.tables import NBSP, Measurement, Table, each_table, text_settings
 from coca_hf.page import Part
 
 COLUMNS = (
@@ -38,8 +45,8 @@ PAGE_COLUMNS = ("divergence", "baseline_sink", "baseline_previous")
 
 
 class AttentionMapsRow(TextRow):
-    """The raw table `heads`, over the first `length` tokens of all documents, has layer, head and
-    `COLUMNS`; divergence and entropies in nats."""
+    """The raw table `heads` has layer, head and `COLUMNS`, means over the first `length` tokens of
+    all documents; divergence and entropies in nats."""
 
     length: Identity[Count]
     value: float | None  # the mean of the divergences over layers, in nats
@@ -52,10 +59,10 @@ class AttentionMapsRow(TextRow):
 def attention_map_rows(run: Run, baseline: LoadedModel, sample: Sample) -> Iterator[dict]:
     """Yield the rows of a run.
 
-    RoPE settings are put on both models. Holds the maps of one document, (layers, h, length,
-    length), of both models.
+    RoPE settings apply to both models. The maps of one document, (layers, h, length, length), are
+    in memory for both models.
 
-    Raises CocaError where the baseline is not of the model's family, layers, heads and vocabulary.
+    Raises CocaError if the baseline's family, layers, heads or vocabulary differ from the model's.
     """
     check_baseline(run.loaded, baseline, sample, f"--baseline {baseline.path}")
 
@@ -84,7 +91,7 @@ def attention_map_rows(run: Run, baseline: LoadedModel, sample: Sample) -> Itera
 
 
 def check_baseline(loaded: LoadedModel, baseline: LoadedModel, sample: Sample, where: str) -> None:
-    """Raise CocaError where family, layers, heads or tokens of the two models differ."""
+    """Raise CocaError if family, layers, heads or tokens of the two models differ."""
     shapes = [_shape(one) for one in (loaded, baseline)]
     for key, expected in shapes[0].items():
         if shapes[1][key] != expected:
@@ -105,13 +112,11 @@ def check_baseline(loaded: LoadedModel, baseline: LoadedModel, sample: Sample, w
 
 
 def _shape(loaded: LoadedModel) -> dict[str, Any]:
-    """What a model has in common with the one that it was converted from."""
+    """The sizes that a model shares with the one that it was converted from."""
     config = loaded.model.config.get_text_config(decoder=True)
     if getattr(config, "num_attention_heads", None) is None:
-        raise CocaError(
-            f"{loaded.path}: got {type(loaded.model).__name__}, expected a model with attention "
-            f"heads"
-        )
+        kind = type(loaded.model).__name__
+        raise CocaError(f"{loaded.path}: got {kind}, expected a model with attention heads")
     shape = {key: getattr(config, key) for key in ("num_hidden_layers", "num_attention_heads")}
     return shape | {"model_type": config.model_type.removeprefix("coca_")}
 
@@ -130,13 +135,11 @@ def _giving_maps(model: Any) -> Iterator[None]:
 @torch.inference_mode()
 def _compare(model: Any, baseline: Any, token_ids: Tensor) -> Tensor:
     """The `COLUMNS` of one document, (layers, h, columns), float64."""
-    inputs = {
-        "input_ids": token_ids[None].to(model.device),
-        "output_attentions": True,
-        "use_cache": False,
-    }
-    theirs = baseline.base_model(**inputs).attentions
-    ours = model.base_model(**inputs).attentions
+    ids = token_ids[None].to(model.device)
+    ours, theirs = (
+        one.base_model(input_ids=ids, output_attentions=True, use_cache=False).attentions
+        for one in (model, baseline)
+    )
     return torch.stack([_numbers(*maps) for maps in zip(ours, theirs, strict=True)]).cpu()
 
 

@@ -14,12 +14,12 @@ Theta_j = arg h_j, in [0, 2 pi), is measured counterclockwise from key to query.
     d   Theta >  pi   it first rises, for the tau = (2 pi - Theta) / theta_j nearest tokens: the
                       anomaly
 
-and none of a and c, which need m < n. Angles are taken over real text, between `pairs_per_document`
-positions m > n that are drawn uniformly. `query_key_products.py` says how h_j of CoCA is measured.
-The angle is zero where the key is collinear with the query (eq. 6), as in strict. Slack drops the
-constraint of eq. 11: the part of its score that depends on distance has angles between -pi/2 and
-pi/2, and only its angles are counted; another part depends on m + n. The bounds of the appendix do
-not hold for such a score, so slack has no table `decay`.
+and not a and c, which need m < n. Angles are measured on real text, between `pairs_per_document`
+uniformly drawn positions m > n. `query_key_products.py` says how h_j of CoCA is measured. The angle
+is zero if the key is collinear with the query (eq. 6), as in strict. Slack drops the constraint of
+eq. 11: the part of its score that depends on distance has angles between -pi/2 and pi/2, and only
+these are counted; another part depends on m + n. The bounds of the appendix do not hold for such a
+score, so slack has no table `decay`.
 """
 
 import itertools
@@ -36,22 +36,33 @@ from torch import Tensor
 from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.angles import count_angles, decay_distances, decay_sums, partial_sums
-from coca_hf.evaluate.batches import Batches, NoValue
+from coca_hf.evaluate.loaded_model import Rope, use_rope_
 from coca_hf.evaluate.query_key_products import Products, frequencies, visiting_products
-from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import Count, Identity, Measurement, Raw, Run, Setting, Share, TextRow
+from coca_hf.evaluate.rows import (
+    Batches,
+    Count,
+    Identity,
+    NoValue,
+    Raw,
+    Run,
+    Setting,
+    Share,
+    TextRow,
+)
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.tables import Table, grid_of, powers, text_settings
+from coca_hf.evaluate.tables import Measurement, Table, grid_of, powers, text_settings
 from coca_hf.page import Figure, Grid, Heat, Part, Text
+
+ANGLE_BINS = 36
+TAU_BINS = 24
 
 
 class BoundaryRow(TextRow):
-    """Shares of the paper's scenarios are of the pairs that have an angle. Raw tables:
+    """Shares of the paper's scenarios are among the pairs that have an angle. Raw tables:
 
-    angles   a line per layer, head and pair (of the h query heads): theta, radians per position;
+    angles   a line per layer, query head and rotary pair: theta, radians per position;
              angle_counts, 36 bins of 10 degrees; tau_counts (d) and fall_counts (b), bin i counting
-             positions in [2^(i-1), 2^i), the first those below 1, the last, of 24, open; abnormal,
+             positions in [2^(i-1), 2^i), the first those below 1, the last of 24 open; abnormal,
              undefined; and over its pairs of positions, sum_magnitude of |h_j|, sum_magnitude_d of
              those in scenario d, sum_magnitude_absolute of |g_j|, sum_abs_angle
     decay    a line per layer and distance: the bounds of |a(s)| of the appendix (B.1), RoPE's
@@ -69,8 +80,8 @@ class BoundaryRow(TextRow):
     share_d: NotRequired[float | None]
     share_d_weighted: NotRequired[float | None]  # by |h_j|
     share_abnormal: NotRequired[float | None]  # in scenario d, sampled nearer than their tau
-    share_absolute: NotRequired[float | None]  # of |g_j| in |h_j| + |g_j|; 0 for all but slack
-    share_undefined: NotRequired[float | None]  # of all pairs, where q_j or k_j is zero
+    share_absolute: NotRequired[float | None]  # of |g_j| in |h_j| + |g_j|; only slack has any
+    share_undefined: NotRequired[float | None]  # of all pairs: q_j or k_j is zero
     mean_abs_angle: NotRequired[float | None]  # radians, of angles in (-pi, pi]
     layers: NotRequired[int]
     heads: NotRequired[int]
@@ -84,8 +95,7 @@ def boundary_rows(
 
     The first `length` tokens of every document count.
 
-    Raises CocaError where the model has no rotary embedding, or rotates its heads in a way that is
-    not understood.
+    Raises CocaError if the model has no rotary embedding, or rotates its heads in an unknown way.
     """
     model, documents = run.loaded.model, sample.token_ids
 
@@ -147,34 +157,109 @@ def _of_document(
 
 
 def draw_positions(length: int, count: int, seed: str) -> tuple[Tensor, Tensor]:
-    """`count` pairs of positions m > n below `length`, uniform over all such pairs: two tensors
-    (p,).
-    """
+    """`count` pairs of positions m > n below `length`, uniform over all: two tensors (p,)."""
     rng = random.Random(seed)
     pairs = torch.tensor([rng.sample(range(length), 2) for _ in range(count)])
     return pairs.amax(1), pairs.amin(1)
 
 
+def count_angles(h: Tensor, theta: Tensor, distance: Tensor) -> dict[str, Tensor]:
+    """Histograms of the initial angles, and of the positions where monotonicity breaks.
+
+    h: (h, p, j) complex; theta: (j,) radians per position; distance: (p,) tokens. Returns tensors
+    (h, j, ...).
+    """
+    heads, _, num_pairs = h.shape
+    finite = h.isfinite()
+    defined = finite & (h != 0)
+    # (h, p, j); in float32 pi is above pi
+    angle = torch.atan2(h.imag.double(), h.real.double()) % (2 * math.pi)
+    angle = torch.where(defined, angle, 0.0)
+    falls, rises = defined & (angle <= math.pi), defined & (angle > math.pi)
+    tau = (2 * math.pi - angle) / theta
+    place = (
+        torch.arange(heads * num_pairs, device=h.device).view(heads, 1, num_pairs).expand(h.shape)
+    )
+
+    def histogram(bins: Tensor, among: Tensor, num_bins: int) -> Tensor:
+        index = (place * num_bins + bins.clamp(0, num_bins - 1))[among]
+        return index.bincount(minlength=heads * num_pairs * num_bins).view(
+            heads, num_pairs, num_bins
+        )
+
+    def octave(positions: Tensor) -> Tensor:
+        return positions.clamp(min=2**-1).log2().floor().long() + 1
+
+    magnitude = torch.where(defined, h.abs(), 0.0).double()
+    wrapped = torch.where(angle > math.pi, angle - 2 * math.pi, angle).abs()
+    return {
+        "angle_counts": histogram((angle / (2 * math.pi) * ANGLE_BINS).long(), defined, ANGLE_BINS),
+        "tau_counts": histogram(octave(tau), rises, TAU_BINS),
+        "fall_counts": histogram(octave((math.pi - angle) / theta), falls, TAU_BINS),
+        "scenario_b": falls.sum(1),
+        "scenario_d": rises.sum(1),
+        "abnormal": (rises & (distance[:, None] < tau)).sum(1),
+        "undefined": (h == 0).sum(1),
+        "not_finite": (~finite).sum(1),
+        "abs_angle": torch.where(defined, wrapped, 0.0).sum(1),
+        "magnitude": magnitude.sum(1),
+        "magnitude_d": torch.where(rises, magnitude, 0.0).sum(1),
+    }
+
+
+def decay_distances(longest: int) -> list[int]:
+    """Distances on a grid of half octaves up to four times `longest`."""
+    steps = math.ceil(2 * math.log2(4 * longest))
+    return sorted({round(2 ** (step / 2)) for step in range(steps + 1)})
+
+
+def partial_sums(theta: Tensor, distances: list[int]) -> tuple[Tensor, Tensor]:
+    """sum_j |S_{j+1}| and sum_j |C_{j+1}| at every distance, each (s,), for the bounds of appendix
+    B.1.
+
+    S_j = sum_{k<j} exp(i s theta_k), and C_j is its real part. theta: (j,).
+    """
+    angles = torch.tensor(distances, device=theta.device).double()[:, None] * theta  # (s, j)
+    turns = torch.polar(torch.ones_like(angles), angles).cumsum(-1)
+    return turns.abs().sum(-1), turns.real.abs().sum(-1)
+
+
+def largest_steps(h: Tensor) -> Tensor:
+    """max_j |h_{j+1} - h_j|, where the one after the last is 0 (Su et al. 2021). h: (..., j).
+    Returns (...).
+    """
+    after = torch.cat((h[..., 1:], torch.zeros_like(h[..., :1])), dim=-1)
+    return (after - h).abs().amax(-1)
+
+
+def decay_sums(h: Tensor, theta: Tensor, distances: list[int]) -> dict[str, Tensor]:
+    """Means over heads and sampled pairs: `max_h`, `max_l` (), and |a(s)| (s,)."""
+    angles = torch.tensor(distances, device=h.device).double()[:, None] * theta
+    turns = torch.polar(torch.ones_like(angles), angles).to(h.dtype)  # (s, j)
+    return {
+        "max_h": largest_steps(h).double().mean(),
+        "max_l": largest_steps(h.abs()).double().mean(),
+        "score": (h @ turns.mT).real.abs().double().mean((0, 1)),
+    }
+
+
 def _shares(sums: dict[str, np.ndarray]) -> dict[str, Any]:
     layers, heads, num_pairs = sums["scenario_b"].shape
-    falls, rises, undefined = (
-        int(sums[name].sum()) for name in ("scenario_b", "scenario_d", "undefined")
-    )
-    defined = max(falls + rises, 1)
-    magnitude, rising, absolute = (
-        float(sums[f"magnitude{part}"].sum()) for part in ("", "_d", "_absolute")
-    )
+    total = {name: float(sums[name].sum()) for name in sums}  # counts stay exact
+    falls, rises, undefined = (total[k] for k in ("scenario_b", "scenario_d", "undefined"))
+    magnitude, absolute = total["magnitude"], total["magnitude_absolute"]
+    defined, least = max(falls + rises, 1), sys.float_info.min
     return {
         "value": rises / defined,
         "share_a": 0.0,
         "share_b": falls / defined,
         "share_c": 0.0,
         "share_d": rises / defined,
-        "share_d_weighted": rising / max(magnitude, sys.float_info.min),
-        "share_abnormal": int(sums["abnormal"].sum()) / defined,
-        "share_absolute": absolute / max(magnitude + absolute, sys.float_info.min),
+        "share_d_weighted": total["magnitude_d"] / max(magnitude, least),
+        "share_abnormal": total["abnormal"] / defined,
+        "share_absolute": absolute / max(magnitude + absolute, least),
         "share_undefined": undefined / (falls + rises + undefined),
-        "mean_abs_angle": float(sums["abs_angle"].sum() / defined),
+        "mean_abs_angle": total["abs_angle"] / defined,
         "layers": layers,
         "heads": heads,
         "rotary_pairs": num_pairs,
@@ -218,7 +303,7 @@ def _decay_lines(
     ]
 
 
-# On the page (figures 2 and 3 of the paper)
+# The page: figures 2 and 3 of the paper
 
 SLACK = (
     "The score of a CoCA-slack model has two parts: one that depends on the distance of query and "
@@ -255,7 +340,7 @@ def _parts(tables: list[Table]) -> list[Part]:
 
 
 def _scenarios(table: Table) -> Grid:
-    """The share of each of the paper's scenarios (figure 3), at the longest length of each line."""
+    """The share of each scenario (figure 3) at the longest length of each line."""
     lines = {}
     for name, row in table.longest.items():
         # A row with an error has no shares
@@ -316,7 +401,7 @@ def _tau_figure(table: Table, angles: Lines) -> Figure:
 
 
 def _layer_figures(table: Table, angles: Lines) -> list[Figure]:
-    """The share of scenario d by layer and head, a heat map for each model, all to one scale."""
+    """The share of scenario d by layer and head: a heat map for each model, on one scale."""
     heats = []
     for name, lines in angles.items():
         layers, heads = (sorted({line[key] for line in lines}) for key in ("layer", "head"))

@@ -1,12 +1,11 @@
 """Loss on the second copy of a sequence: whether attention can look something up.
 
-A case is a sequence of tokens, twice in a row, after the token for the beginning where the
-tokenizer sets one: ordinary tokens drawn uniformly from the vocabulary or, with a `Sample`, a
-passage of its documents, drawn uniformly in each of them in turn. Nothing but the first copy
-predicts the second one of random tokens: a model that cannot look back is as bad at both, one with
-induction heads (Olsson et al., arXiv 2209.11895) is nearly certain of the second. A passage that is
-read again is the same question in text as models know it. The first token of either copy is not
-scored, as nothing predicts it.
+A case is a sequence of tokens twice in a row, after the token for the beginning if the tokenizer
+sets one. The tokens are drawn uniformly from the vocabulary or, with a `Sample`, are a passage
+drawn uniformly from each of its documents in turn. Only the first copy predicts the second copy of
+random tokens: a model that cannot look back is equally bad at both, one with induction heads
+(Olsson et al., arXiv 2209.11895) is nearly certain of the second. A passage that is read again asks
+the same of ordinary text. The first token of each copy is not scored, as nothing predicts it.
 """
 
 import math
@@ -19,28 +18,16 @@ from torch import Tensor
 from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import Batches
-from coca_hf.evaluate.loaded_model import LoadedModel
+from coca_hf.evaluate.loaded_model import LoadedModel, Rope, use_rope_
 from coca_hf.evaluate.perplexity import Window, check_loss, compute_windows, token_losses, tokens_of
-from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import (
-    Beside,
-    Count,
-    Identity,
-    Measurement,
-    Raw,
-    Row,
-    Run,
-    Setting,
-    Shared,
-)
+from coca_hf.evaluate.rows import Batches, Beside, Count, Identity, Raw, Row, Run, Setting, Shared
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.tables import NBSP, Table, data_of, each_table
+from coca_hf.evaluate.tables import NBSP, Measurement, Table, data_of, each_table
 from coca_hf.page import Part, Text
 
 
 class CopyingRow(Row):
-    """With passages, also what `Sample.describe` says.
+    """With passages, also the fields of `Sample.describe`.
 
     The raw table `copies` has case, tokens (scored of each copy), nll_first and nll_second (their
     sums in nats).
@@ -107,7 +94,7 @@ def check_copy_lengths(lengths: list[int]) -> None:
 def repeated_sequences(
     loaded: LoadedModel, length: int, num_cases: int, seed: int, sample: Sample | None = None
 ) -> tuple[list[Tensor], int]:
-    """The token ids of every case, each at most (length,), and how many of them are one copy."""
+    """The token ids of every case, each at most (length,), and the tokens of one copy."""
     begin, tokenizer = _beginning(loaded.tokenizer), loaded.tokenizer
     copy_len = (length - len(begin)) // 2
     if sample is None:
@@ -124,7 +111,7 @@ def repeated_sequences(
 def passages(
     loaded: LoadedModel, length: int, num_cases: int, seed: int, sample: Sample
 ) -> list[Tensor]:
-    """The token ids of passages, each (length,), which begin as the tokenizer begins a text."""
+    """The token ids of passages, each (length,), with the token for the beginning, if any."""
     begin = _beginning(loaded.tokenizer)
     found = [_passage(sample, length - len(begin), seed, number) for number in range(num_cases)]
     return [torch.cat((ids.new_tensor(begin), ids)) for ids in found]

@@ -1,5 +1,5 @@
-"""What a checkpoint is and what its cache takes, from its config and the headers of its weights:
-nothing is loaded.
+"""Describe a checkpoint and the size of its cache, from its config and the headers of its weights,
+without loading it.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from coca_hf.errors import CocaError, one_line
-from coca_hf.evaluate.rope import trained_length
+from coca_hf.evaluate.loaded_model import trained_length
 from coca_hf.models.decoder import CocaConfig
 from coca_hf.weights import (
     DTYPE_BITS,
@@ -31,18 +31,17 @@ def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict
     """Family, constraint, RoPE, lengths in tokens, parameters, and bytes of weights and of the
     cache of one sequence.
 
-    For CoCA the cache is the half-width one that `generate` uses (`models/cache.py`), of full width
-    in kept layers, and what a standard cache takes, in other engines, is told as well.
-    memory_bytes: also tells the longest context whose cache fits there beside the weights,
-    activations not counted; None where the cache stops growing (sliding windows).
+    CoCA's cache is the half-width one that `generate` uses (`models/cache.py`), of full width in
+    kept layers; `kv_bytes_per_token_standard` is that of other engines. With `memory_bytes`, also
+    the longest context whose cache fits beside the weights, without activations; None if the cache
+    stops growing (sliding windows).
 
-    Raises CocaError where the directory is no checkpoint of safetensors, or its attention is not
+    Raises CocaError if the directory is not a checkpoint of safetensors, or its attention is not
     understood.
     """
     if not directory.is_dir():
-        raise CocaError(
-            f"{directory}: no such directory, expected a checkpoint as save_pretrained writes it"
-        )
+        expected = "a checkpoint as save_pretrained writes it"
+        raise CocaError(f"{directory}: no such directory, expected {expected}")
     config = _read_config(directory)
     files, file_of = open_weights(directory)
     tensors = {
@@ -112,15 +111,14 @@ def describe(facts: dict[str, Any]) -> str:
     }
     if "memory_bytes" in facts:
         memory = f"{facts['memory_bytes'] / 1e9:,.1f} GB"
-        longest = f"any in {memory}: the cache stops growing"
-        if (context := facts["longest_context"]) is not None:
-            longest = (
-                f"{context:,} tokens in {memory} beside the weights, one sequence, activations not "
-                f"counted"
-            )
-        if context == 0:
-            longest = f"none: {memory} do not hold the weights and a token"
-        lines["longest context"] = longest
+        context, counted = facts["longest_context"], "one sequence, activations not counted"
+        if context is None:
+            lines["longest context"] = f"any in {memory}: the cache stops growing"
+        elif context == 0:
+            lines["longest context"] = f"none: {memory} do not hold the weights and a token"
+        else:
+            fits = f"{context:,} tokens in {memory} beside the weights"
+            lines["longest context"] = f"{fits}, {counted}"
     return "\n".join(
         [facts["checkpoint"], *(f"  {name:<17} {value}" for name, value in lines.items())]
     )
@@ -131,10 +129,8 @@ def _read_config(directory: Path) -> PreTrainedConfig:
     fields = read_json(file)
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise CocaError(
-            f"{file}: got model_type {model_type!r}, expected one that transformers or coca_hf "
-            f"knows"
-        )
+        expected = "one that transformers or coca_hf knows"
+        raise CocaError(f"{file}: got model_type {model_type!r}, expected {expected}")
     try:
         config = CONFIG_MAPPING[model_type](
             **{k: v for k, v in fields.items() if k not in ("model_type", "auto_map")}
@@ -144,15 +140,14 @@ def _read_config(directory: Path) -> PreTrainedConfig:
         raise CocaError(f"{file}: {one_line(error)}") from error
     for length in (trained_length(config), getattr(config, "max_position_embeddings", None)):
         if not isinstance(length, int | None):
-            raise CocaError(
-                f"{file}: got a length of {length!r}, expected a whole number of tokens"
-            )
+            expected = "a whole number of tokens"
+            raise CocaError(f"{file}: got a length of {length!r}, expected {expected}")
     return config
 
 
 def _dtype(config: PreTrainedConfig, tensors: dict[str, StoredTensor]) -> str:
-    """The type that weights and cache have when transformers loads the checkpoint: the config's,
-    else the commonest.
+    """The type of weights and cache when transformers loads the checkpoint: the config's, otherwise
+    the commonest.
     """
     if config.dtype is not None:
         name = str(config.dtype).removeprefix("torch.")
@@ -167,8 +162,8 @@ def _dtype(config: PreTrainedConfig, tensors: dict[str, StoredTensor]) -> str:
 def _cache_layers(
     directory: Path, config: PreTrainedConfig, tensors: dict[str, StoredTensor]
 ) -> dict[str, int]:
-    """Numbers in the cache of one sequence: for each token, standard or as it is, and once for
-    sliding windows.
+    """Numbers in the cache of one sequence: `growing` and `standard` per token, `fixed` for sliding
+    windows.
     """
     rows: dict[int, Counter[str]] = {}
     for name, tensor in tensors.items():
@@ -185,7 +180,7 @@ def _cache_layers(
     for layer, found in sorted(rows.items()):
         fused = found["query_key_value"] + found["qkv_proj"]
         keys = found["t_proj"] or found["k_proj"]
-        # At full width it is the released code, whose config says llama
+        # A full-width t_proj is the released code's, whose config says llama
         is_half = 0 < found["t_proj"] < found["v_proj"]
         if (not fused and not (keys and found["v_proj"])) or (
             is_half and not isinstance(config, CocaConfig)
@@ -200,19 +195,15 @@ def _cache_layers(
         else:
             numbers["growing"] += width
             numbers["standard"] += 2 * found["v_proj"] if found["t_proj"] else width
-    if (
-        len(rows) != getattr(config, "num_hidden_layers", None)
-        or not numbers["growing"] + numbers["fixed"]
-    ):
+    num_layers = getattr(config, "num_hidden_layers", None)
+    if len(rows) != num_layers or not numbers["growing"] + numbers["fixed"]:
         raise CocaError(
             f"{directory}: got {len(rows)} layers with key and value projections that are "
-            f"understood, expected {getattr(config, 'num_hidden_layers', None)} from config.json; "
-            f"is it a decoder like LLaMA, and complete?"
+            f"understood, expected {num_layers} from config.json; is it a decoder like LLaMA, and "
+            f"complete?"
         )
     if isinstance(config, CocaConfig):
-        numbers["growing"] += (
-            d  # the angles of a position, cos and sin of every pair, which all layers share
-        )
+        numbers["growing"] += d  # cos and sin of a position's angles, which all layers share
     return numbers
 
 
@@ -231,5 +222,5 @@ def _rope(config: PreTrainedConfig) -> str | None:
 
 
 def _shown(value: Any) -> str:
-    """A number with thousands separated; whatever else a config has in its place as it is."""
+    """A number with thousands separated; anything else as it is."""
     return f"{value:,.10g}" if isinstance(value, int | float) else repr(value)

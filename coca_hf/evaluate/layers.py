@@ -1,11 +1,9 @@
-"""The harm that converting each layer does, alone and beside all others: which layers should be
-kept.
+"""The harm of converting each layer, alone and beside all others: which layers should be kept.
 
-Every layer is swapped alone, both ways: it is converted in the original model, and put back into
-the converted one. The result is measured on three texts: a passage, the second copy of random
-tokens, and a passage that is read again (see `copying.py`). The measures are the loss on each, and
-the divergence of the predictions from the original model's, a mean over tokens and over the three
-texts:
+Every layer is swapped alone, both ways: converted in the original model, and put back into the
+converted one. The result is measured on three texts: a passage, the second copy of random tokens,
+and a passage that is read again (see `copying.py`). The measures are the loss on each, and the
+divergence of the predictions from the original model's, a mean over tokens and the three texts:
 
     KL(original's prediction || the other's), in nats
 
@@ -16,7 +14,7 @@ first: keep these first. It does not say how layers that are kept together help 
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,14 +23,22 @@ from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.attention_maps import check_baseline
-from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.copying import check_copy_lengths, passages, repeated_sequences
-from coca_hf.evaluate.loaded_model import LoadedModel
-from coca_hf.evaluate.perplexity import keeps_logits
-from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import Count, Identity, Measurement, Raw, Run, Setting, Shared, TextRow
+from coca_hf.evaluate.loaded_model import LoadedModel, Rope, use_rope_
+from coca_hf.evaluate.perplexity import last_logits
+from coca_hf.evaluate.rows import (
+    Batches,
+    Count,
+    Identity,
+    NoValue,
+    Raw,
+    Run,
+    Setting,
+    Shared,
+    TextRow,
+)
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.tables import Table, each_table, text_settings
+from coca_hf.evaluate.tables import Measurement, Table, each_table, text_settings
 from coca_hf.page import Bullets, Fold, Grid, Part
 
 TEXTS = ("perplexity", "copy", "again")
@@ -41,10 +47,10 @@ SWAPPED = [f"{way}_{measure}" for way in ("alone", "back") for measure in MEASUR
 
 
 class LayersRow(TextRow):
-    """Also the measures of the converted model as `TEXTS`, and the original's as `baseline_...`.
+    """`TEXTS` are the converted model's measures, and `baseline_...` the original's.
 
-    The raw table `layers` has layer, harm and `SWAPPED`: the measures where this layer alone is
-    converted (`alone_...`), and where this layer alone is the original's (`back_...`).
+    The raw table `layers` has layer, harm and `SWAPPED`: the measures if only this layer is
+    converted (`alone_...`), and if only this layer is the original's (`back_...`).
     """
 
     length: Identity[Count]
@@ -66,11 +72,11 @@ def layer_rows(
 ) -> Iterator[dict]:
     """Yield the rows of a run, whose model is the converted one.
 
-    RoPE settings are put on both models. Holds the states of a batch between the layers of both
-    models.
+    RoPE settings apply to both models. The states of a batch between all layers are in memory for
+    both models.
 
-    Raises CocaError where the models are not of one family, size and vocabulary or in the wrong
-    order, and for lengths below 5.
+    Raises CocaError if the models differ in family, size or vocabulary or are in the wrong order,
+    and for lengths below 5.
     """
     converted = run.loaded
     is_coca = [hasattr(one.model.config, "coca_constraint") for one in (original, converted)]
@@ -85,7 +91,10 @@ def layer_rows(
     def measure(rope: Rope, length: int, batches: Batches) -> tuple[dict, Raw]:
         for one in (original, converted):
             use_rope_(one.model, rope, length)
-        texts, copy_len = _texts(converted, sample, length, num_cases, seed)
+        copies, copy_len = repeated_sequences(converted, length, num_cases, seed)
+        again, _ = repeated_sequences(converted, length, num_cases, seed, sample)
+        passage = passages(converted, length, num_cases, seed, sample)
+        texts = {"perplexity": passage, "copy": copies, "again": again}
 
         def compute(batch: list[tuple[str, Tensor]]) -> list[Tensor]:
             (text, first), *_ = batch
@@ -107,18 +116,8 @@ def layer_rows(
     return run.rows(LayersRow, settings, measure)
 
 
-def _texts(
-    converted: LoadedModel, sample: Sample, length: int, num_cases: int, seed: int
-) -> tuple[dict[str, list[Tensor]], int]:
-    """The sequences of every text by its name, and the tokens of a copy."""
-    copies, copy_len = repeated_sequences(converted, length, num_cases, seed)
-    again, _ = repeated_sequences(converted, length, num_cases, seed, sample)
-    texts = passages(converted, length, num_cases, seed, sample)
-    return {"perplexity": texts, "copy": copies, "again": again}, copy_len
-
-
 def _harms(sums: Tensor) -> tuple[list[dict], dict[str, Any]]:
-    """The lines of the raw table, and what the row says. sums: (texts, models, 2)."""
+    """The lines of the raw table, and the row's measures. sums: (texts, models, 2)."""
     first, last, *swapped = (_numbers(of_model) for of_model in sums.transpose(0, 1))
     alone, back = swapped[: len(swapped) // 2], swapped[len(swapped) // 2 :]
     lines = [
@@ -153,7 +152,7 @@ def _swapped(original: Any, converted: Any, input_ids: Tensor, scored_len: int) 
     """Loss and divergence, each a mean over the last `scored_len` targets: (b, models, 2), float64.
 
     Models: the original, the converted one, the original with each layer converted, the converted
-    one with each layer put back. A model with a swapped layer begins there, from what its own
+    one with each layer put back. A model with a swapped layer runs from there, on what its own
     layers below made of the text.
     """
     input_ids = input_ids.to(original.device)
@@ -173,8 +172,9 @@ def _swapped(original: Any, converted: Any, input_ids: Tensor, scored_len: int) 
 
 
 def _scores(logits: Tensor, targets: Tensor, reference: Tensor) -> Tensor:
-    """Mean loss and mean KL(reference || logits) of each sequence: (b, k, vocab) and (b, k) to (b,
-    2), float64.
+    """Mean loss and mean KL(reference || logits) of each sequence: (b, 2), float64.
+
+    logits, reference: (b, k, vocab); targets: (b, k).
     """
     predicted = logits.float().log_softmax(-1)
     loss = -predicted.gather(-1, targets[..., None])[..., 0]
@@ -185,8 +185,8 @@ def _scores(logits: Tensor, targets: Tensor, reference: Tensor) -> Tensor:
 def _recorded(
     model: Any, input_ids: Tensor, scored_len: int
 ) -> tuple[Tensor, list[tuple[Tensor, dict]]]:
-    """The last logits before the end, and what every layer was called with: its states, and the
-    rest by name.
+    """The logits of the last targets, and the arguments of every layer: its states, and the others
+    by name.
     """
     calls: list[tuple[Tensor, dict]] = []
 
@@ -195,51 +195,51 @@ def _recorded(
             calls.append((states, kwargs))
             output = forward(states, *others, **kwargs)
             if others or not isinstance(output, Tensor):
-                raise CocaError(_not_understood(model))
+                raise _not_understood(model)
             return output
 
         return run
 
-    with ExitStack() as stack:
-        for layer in _layers(model):
-            stack.enter_context(_running(layer, recording(layer.forward)))
-        return _last_logits(model, input_ids, scored_len), calls
+    with _running({layer: recording(layer.forward) for layer in _layers(model)}):
+        return _target_logits(model, input_ids, scored_len), calls
 
 
 def _from_layer(
     model: Any, number: int, states: Tensor, input_ids: Tensor, scored_len: int
 ) -> Tensor:
-    """The last logits where layer `number` gave `states`, whatever the layers before it do."""
-    with ExitStack() as stack:
-        for layer in _layers(model)[: number + 1]:
-            stack.enter_context(_running(layer, lambda *_, **__: states))
-        return _last_logits(model, input_ids, scored_len)
+    """The logits of the last targets if layer `number` returns `states`, whatever the layers before
+    it do.
+    """
+    with _running({layer: lambda *_, **__: states for layer in _layers(model)[: number + 1]}):
+        return _target_logits(model, input_ids, scored_len)
 
 
 @contextmanager
-def _running(layer: nn.Module, function: Callable) -> Iterator[None]:
-    """`function` in the place of the layer's forward."""
-    layer.forward = function
+def _running(forwards: dict[nn.Module, Callable]) -> Iterator[None]:
+    """Functions instead of the forward of layers."""
     try:
+        for layer, forward in forwards.items():
+            layer.forward = forward
         yield
     finally:
-        del layer.forward
+        for layer in forwards:
+            vars(layer).pop("forward", None)
 
 
 def _layers(model: Any) -> Any:
     if not isinstance(getattr(model.base_model, "layers", None), nn.ModuleList):
-        raise CocaError(_not_understood(model))
+        raise _not_understood(model)
     return model.base_model.layers
 
 
-def _not_understood(model: Any) -> str:
+def _not_understood(model: Any) -> CocaError:
     found = f"got {type(model).__name__}, whose layers it does not understand"
-    return f"coca-eval layers: {found}; expected a CoCA family"
+    return CocaError(f"coca-eval layers: {found}; expected a CoCA family")
 
 
-def _last_logits(model: Any, input_ids: Tensor, scored_len: int) -> Tensor:
-    only_kept = {"logits_to_keep": scored_len + 1} if keeps_logits(model) else {}
-    return model(input_ids=input_ids, use_cache=False, **only_kept).logits[:, -scored_len - 1 : -1]
+def _target_logits(model: Any, input_ids: Tensor, scored_len: int) -> Tensor:
+    """The logits that predict the last `scored_len` tokens."""
+    return last_logits(model, input_ids, scored_len + 1)[:, :-1]
 
 
 def _parts(table: Table) -> Iterator[Part]:
@@ -259,7 +259,7 @@ def _parts(table: Table) -> Iterator[Part]:
 
 
 def _whole(table: Table) -> Grid:
-    """The measures of the whole models, the original's first."""
+    """The measures of both models as they are, the original's first."""
     lines = []
     for name, row in table.longest.items():
         for label, prefix in ((row["baseline"], "baseline_"), (name, "")):
@@ -281,7 +281,7 @@ def _orders(table: Table) -> list[Bullets]:
 
 
 def _swaps(lines: list[dict]) -> Grid:
-    """What each layer does when it alone is converted, and when it alone is the original's."""
+    """The measures if only one layer is converted, and if only one layer is the original's."""
     header = ["layer", "harm", *(name.replace("_", ", ") for name in SWAPPED)]
     cells = [[str(e["layer"]), *(f"{e[name]:.3f}" for name in ("harm", *SWAPPED))] for e in lines]
     return Grid(header, cells, numbers_from=0)

@@ -1,35 +1,58 @@
-"""Any causal language model, CoCA or not, with its tokenizer and what a row must say about it."""
+"""Models under measurement: any causal language model, CoCA or not, and its RoPE settings.
+
+RoPE settings are `default`, `linear:8` (position interpolation), `dynamic:4` and `yarn:8`
+(transformers' YaRN for a model trained at its own length). YaRN multiplies cosine and sine by a
+factor, so CoCA's scores contain its square, as a plain model's do. Dynamic NTK is made stateless:
+its base is computed once, for the length under evaluation, so no row depends on the rows before it
+and decoding with a cache equals the full forward.
+"""
 
 import ast
+import copy
 import hashlib
 import itertools
 import json
+import math
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
+from accelerate import PartialState
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    dynamic_module_utils,
+)
 from transformers.utils.hub import cached_file, extract_commit_hash
 from transformers.utils.logging import disable_progress_bar
 
 from coca_hf.errors import CocaError, first_line
-from coca_hf.evaluate.batches import processes
+from coca_hf.models.rotary import ntk_base, unscaled_len
 from coca_hf.weights import is_derived, read_json
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+OWN_CODE = (
+    "got a model that needs the code it carries; read that code, and if you trust it, add "
+    "--trust-remote-code"
+)
+NOT_FROM_FILES = (ArithmeticError, AttributeError, KeyError, TypeError)  # reading raises others
 
 
 @dataclass
 class LoadedModel:
-    """A model under measurement.
+    """A model under measurement, with its tokenizer and what its rows say about it.
 
-    path: as the user gave it. fingerprint: changes when the model's files do. tokens_seen: in CoCA
+    path: as the user gave it. fingerprint: changes with the model's files. tokens_seen: in CoCA
     training; None for a model that coca_hf did not make. trained_seq_len: the positions that the
-    last stage of that training reached. commit: of a model on the hub.
+    last stage of that training reached. commit: on the hub.
     """
 
     model: Any
@@ -42,6 +65,11 @@ class LoadedModel:
     commit: str | None = None
 
 
+def processes() -> PartialState:
+    """The processes of `accelerate launch`, on GPUs if there are any; without it, the only one."""
+    return PartialState(cpu=not torch.cuda.is_available())
+
+
 def load_model(
     path: str,
     dtype: str = "auto",
@@ -49,36 +77,32 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """Load the causal language model and the tokenizer of a directory or hub id.
+    """Load the causal language model and the tokenizer of a directory or hub id, onto the GPU if
+    there is one.
 
-    The model is on the GPU where there is one.
+    dtype: one of `DTYPES`; `auto` is the checkpoint's own. name: of the model in its rows, by
+    default that of its directory. revision: commit, branch or tag of a hub id, by default the main
+    branch. trust_remote_code: run the checkpoint's own code if neither transformers nor coca_hf
+    knows the model.
 
-    dtype: one of `DTYPES`; `auto` is the checkpoint's own. name: how rows call it, by default the
-    directory's name. revision: of a hub id, a commit, branch or tag, by default the main branch.
-    trust_remote_code: run the code that it carries, where neither transformers nor coca_hf has the
-    model.
-
-    Raises CocaError where there is no model, or a directory where `revision` is given, it is no
-    causal language model, it needs code of its own that is not trusted, its weights are unreadable
-    or not those of its config, or it has no tokenizer.
+    Raises CocaError if there is no model, `revision` is given for a directory, the model is not a
+    causal language model or needs code of its own that is not trusted, its weights are unreadable
+    or do not match its config, or it has no tokenizer.
     """
-    if dtype not in DTYPES:
-        raise CocaError(f"--dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
+    check_choice("--dtype", dtype, DTYPES)
     if revision and Path(path).exists():
-        raise CocaError(
-            f"--revision: got {revision!r} for the directory {path}, expected it for a hub id; "
-            f"leave it out"
-        )
+        problem = f"got {revision!r} for the directory {path}, expected it for a hub id"
+        raise CocaError(f"--revision: {problem}; leave it out")
     disable_progress_bar()
     config, commit = _load_config(path, revision or "main", trust_remote_code)
-    at = commit or revision or "main"  # a branch may move meanwhile
+    at = commit or revision or "main"  # a branch may move in the meantime
     model = _load_weights(path, config, dtype, at, trust_remote_code)
     tokens_seen, trained_seq_len = _training(Path(path))
     return LoadedModel(
         model=model.eval().to(processes().device),
         tokenizer=_load_tokenizer(path, at, trust_remote_code),
         name=name or Path(path).resolve().name + (f"@{revision}" if revision else ""),
-        path=str(Path(path)) if Path(path).is_dir() else path,  # without a slash at its end
+        path=str(Path(path)) if Path(path).is_dir() else path,  # without a trailing slash
         fingerprint=fingerprint(path, commit, trust_remote_code),
         tokens_seen=tokens_seen,
         trained_seq_len=trained_seq_len,
@@ -86,8 +110,14 @@ def load_model(
     )
 
 
+def check_choice(option: str, choice: str, known: Iterable[str]) -> None:
+    """Raise CocaError if the value of an option is not known."""
+    if choice not in known:
+        raise CocaError(f"{option}: got {choice!r}, expected one of {', '.join(known)}")
+
+
 def check_vocabulary(loaded: LoadedModel, token_ids: torch.Tensor, where: str) -> None:
-    """Raise CocaError where `token_ids` (any shape) holds an id that the model does not embed.
+    """Raise CocaError if `token_ids` (any shape) has an id without an embedding in the model.
 
     where: what the ids were made from.
     """
@@ -101,10 +131,10 @@ def check_vocabulary(loaded: LoadedModel, token_ids: torch.Tensor, where: str) -
 
 
 def warn_small_tokenizer(loaded: LoadedModel) -> str | None:
-    """One line where the tokenizer has too few tokens for the model's embedding; None otherwise.
+    """One line if the tokenizer has too few tokens for the model's embedding, otherwise None.
 
-    Embeddings are padded to multiples of up to 1,024 rows; of published models the most is 905 of
-    phi-2's 51,200. So a warning is for more than that, and more than a tenth of the rows.
+    Embeddings are padded to multiples of up to 1,024 rows; the most that published models pad is
+    905 rows, phi-2's 51,200. More than that, and more than a tenth of the rows, is too much.
     """
     rows, tokens = loaded.model.get_input_embeddings().weight.shape[0], len(loaded.tokenizer)
     if rows - tokens <= max(1024, rows // 10):
@@ -116,10 +146,12 @@ def warn_small_tokenizer(loaded: LoadedModel) -> str | None:
 
 
 def _load_config(path: str, revision: str, trust_remote_code: bool) -> tuple[Any, str | None]:
-    """The config, and the commit on the hub that it is of."""
+    """The config, and its commit on the hub."""
     directory, hub_id = Path(path), "a model directory or a hub id as owner/name"
     if not path.strip():
         raise CocaError(f"got an empty name of a model, expected {hub_id}")
+    if not directory.exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
+        raise CocaError(f"{path}: no such directory, expected {hub_id}")
     if directory.exists() and not (directory / "config.json").is_file():
         if (directory / "adapter_config.json").is_file():
             raise CocaError(
@@ -128,8 +160,6 @@ def _load_config(path: str, revision: str, trust_remote_code: bool) -> tuple[Any
             )
         expected = "a model directory as save_pretrained writes it"
         raise CocaError(f"{path}: got no config.json there, expected {expected}")
-    if not directory.exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
-        raise CocaError(f"{path}: no such directory, expected {hub_id}")
     absent = "no such directory here, and as a hub id it"
     found = "its config.json" if directory.exists() else absent
     with _own_code_checked(path, f"{found} cannot be read"):
@@ -144,52 +174,38 @@ def _load_config(path: str, revision: str, trust_remote_code: bool) -> tuple[Any
 def _own_code_checked(
     path: str, problem: str, remedy: str = "", of_config: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """Turn what transformers and its readers raise into CocaError: `problem`, unless it comes from
-    the code that the model carries or, being one of the errors `of_config`, from its config.
+    """Turn whatever transformers raises into a CocaError.
+
+    It says `problem`, unless the error comes from the model's own code or, being one of the errors
+    `of_config`, from its config.
     """
     try:
         yield
     except Exception as error:
-        _check_own_code(path, error)
+        if "trust_remote_code=True" in str(error):
+            raise CocaError(f"{path}: {OWN_CODE}") from None
+        if where := _place_in_own_code(Path(path), error):
+            problem = f"the code that it carries cannot be run ({where})"
+            raise CocaError(f"{path}: {problem}; repair that code, or ask who wrote it") from error
         if isinstance(error, of_config):
             problem, remedy = "transformers makes no model of its config.json", ""
         raise CocaError(f"{path}: {problem} ({first_line(error)}){remedy}") from error
 
 
-def _check_own_code(path: str, error: Exception) -> None:
-    """Raise CocaError where the code that a model carries is not trusted, or is broken."""
-    if "trust_remote_code=True" in str(error):
-        raise CocaError(f"{path}: {_OWN_CODE}") from None
+def _place_in_own_code(directory: Path, error: Exception) -> str | None:
+    """Where the model's own code failed, and how; None if the error is not from there."""
     frames = traceback.extract_tb(error.__traceback__)
     cache = dynamic_module_utils.HF_MODULES_CACHE  # that code runs from there
-    ran = [frame for frame in frames if cache in frame.filename]
-    if ran:
-        where = f"{Path(ran[-1].filename).name}, line {ran[-1].lineno}: {first_line(error)}"
-    elif any(frame.filename == dynamic_module_utils.__file__ for frame in frames):
-        where = _syntax_error(Path(path)) or first_line(error)
-    else:
-        return
-    raise CocaError(
-        f"{path}: the code that it carries cannot be run ({where}); repair that code, or ask who "
-        f"wrote it"
-    ) from error
-
-
-def _syntax_error(directory: Path) -> str | None:
-    """The first in the code of a directory; transformers' own error does not say the file."""
-    for file in sorted(directory.glob("*.py")):
+    if ran := [frame for frame in frames if cache in frame.filename]:
+        return f"{Path(ran[-1].filename).name}, line {ran[-1].lineno}: {first_line(error)}"
+    if all(frame.filename != dynamic_module_utils.__file__ for frame in frames):
+        return None
+    for file in sorted(directory.glob("*.py")):  # transformers' own error does not name the file
         try:
             ast.parse(file.read_bytes(), file.name)
-        except (SyntaxError, ValueError) as error:
-            return f"{file.name}: {first_line(error)}"
-    return None
-
-
-_NOT_OF_FILES = (ArithmeticError, AttributeError, KeyError, TypeError)  # never from reading
-_OWN_CODE = (
-    "got a model that needs the code it carries; read that code, and if you trust it, add "
-    "--trust-remote-code"
-)
+        except (SyntaxError, ValueError) as syntax:
+            return f"{file.name}: {first_line(syntax)}"
+    return first_line(error)
 
 
 def _load_weights(
@@ -201,14 +217,14 @@ def _load_weights(
     own_classes = getattr(config, "auto_map", None) or {}
     carries_code = not is_classifier and "AutoModelForCausalLM" in own_classes
     is_known = expected is not None and (not found or expected.__name__ in found)
-    if not is_known and not (carries_code and trust_remote_code):
-        if carries_code:
-            raise CocaError(f"{path}: {_OWN_CODE}")
+    if not is_known and carries_code and not trust_remote_code:
+        raise CocaError(f"{path}: {OWN_CODE}")
+    if not is_known and not carries_code:
         wanted = f" ({expected.__name__})" if expected else ""
         names = ", ".join(found) or config.model_type
         raise CocaError(f"{path}: got {names}, expected a causal language model{wanted}")
     again = "; save or convert it again"
-    with _own_code_checked(path, "its weights cannot be loaded", again, _NOT_OF_FILES):
+    with _own_code_checked(path, "its weights cannot be loaded", again, NOT_FROM_FILES):
         model, info = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
@@ -218,23 +234,17 @@ def _load_weights(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, by name
         )
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise CocaError(
-            f"{path}: got weights without {missing[0]} ({len(missing)} missing in all), expected "
-            f"every tensor of {type(model).__name__}{again}"
-        )
+    kind = type(model).__name__
+    if missing := sorted(info["missing_keys"]):
+        problem = f"got weights without {missing[0]} ({len(missing)} missing in all)"
+        raise CocaError(f"{path}: {problem}, expected every tensor of {kind}{again}")
     for name, stored, wanted in sorted(info["mismatched_keys"]):
-        raise CocaError(
-            f"{path}: got {name} of shape {list(stored)}, expected {list(wanted)} by its "
-            f"config.json; are they of one model?"
-        )
-    unused = sorted(name for name in info["unexpected_keys"] if not is_derived(name, config))
-    if unused:
-        raise CocaError(
-            f"{path}: got weights with {unused[0]} ({len(unused)} such in all), which "
-            f"{type(model).__name__} with this config.json does not use; are they of one model?"
-        )
+        problem = f"got {name} of shape {list(stored)}, expected {list(wanted)}"
+        raise CocaError(f"{path}: {problem} by its config.json; are they of one model?")
+    if unused := sorted(name for name in info["unexpected_keys"] if not is_derived(name, config)):
+        problem = f"got weights with {unused[0]} ({len(unused)} such in all), which {kind}"
+        remedy = "with this config.json does not use; are they of one model?"
+        raise CocaError(f"{path}: {problem} {remedy}")
     return model
 
 
@@ -247,15 +257,14 @@ def _load_tokenizer(path: str, revision: str, trust_remote_code: bool) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
-    # Texts may be longer than those that the model was trained on
-    tokenizer.model_max_length = int(1e30)
+    tokenizer.model_max_length = int(1e30)  # texts may be longer than those of the training
     return tokenizer
 
 
 def fingerprint(path: str, commit: str | None, trust_remote_code: bool) -> str:
-    """Sixteen hex digits of names, sizes and times of files, or of a hub id and its commit.
+    """Sixteen hex digits that change with the files of a model or with its commit on the hub.
 
-    Those of an adapter's base are among them.
+    They are of the files' names, sizes and times, including those of an adapter's base.
     """
     directory = Path(path)
     if directory.is_dir():
@@ -265,7 +274,7 @@ def fingerprint(path: str, commit: str | None, trust_remote_code: bool) -> str:
         adapter = directory / "adapter_config.json"
         base = adapter.is_file() and read_json(adapter).get("base_model_name_or_path")
         if base:
-            directories.append(Path(base))  # on the hub, it has no files here
+            directories.append(Path(base))  # a base on the hub has no files here
         files = [sorted(one.glob(pattern)) for one in directories for pattern in patterns]
         stats = [(file.name, file.stat()) for file in sorted({*itertools.chain(*files)})]
         text = json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
@@ -275,8 +284,8 @@ def fingerprint(path: str, commit: str | None, trust_remote_code: bool) -> str:
 
 
 def _training(directory: Path) -> tuple[int | None, int | None]:
-    """Tokens seen in all stages, those of earlier runs included, and the positions that the last
-    stage reached: its block length, or further with `skip_positions`. 0 tokens if only converted.
+    """Tokens seen in all stages, including those of earlier runs, and the positions that the last
+    stage reached: its block length, or more with `skip_positions`. 0 tokens if only converted.
     """
     record = directory / "training.json"
     if not record.is_file():
@@ -291,3 +300,155 @@ def _training(directory: Path) -> tuple[int | None, int | None]:
         raise CocaError(
             f"{record}: got no whole number under 'tokens_seen', expected one; delete or repair it"
         ) from None
+
+
+KINDS = ("linear", "dynamic", "yarn")
+FORMS = f"default, {', '.join(f'{kind}:FACTOR' for kind in KINDS)}"
+
+
+class Rope(NamedTuple):
+    """A RoPE setting. kind: default, or one of `KINDS`."""
+
+    kind: str
+    factor: float = 1.0
+
+    def __str__(self) -> str:
+        if self.kind == "default":
+            return self.kind
+        short = f"{self.factor:g}"
+        return f"{self.kind}:{short if float(short) == self.factor else repr(self.factor)}"
+
+
+def parse_ropes(text: str) -> list[Rope]:
+    """`"default,dynamic:4"` as settings, in order, each once.
+
+    Raises CocaError for a part that is not one of `FORMS`.
+    """
+    return list(dict.fromkeys(_parse_rope(part.strip()) for part in text.split(",")))
+
+
+def _parse_rope(text: str) -> Rope:
+    if text == "default":
+        return Rope("default")
+    kind, colon, number = text.partition(":")
+    try:
+        factor = float(number)
+    except ValueError:
+        factor = math.nan
+    if kind not in KINDS or not colon or not 1 <= factor < math.inf:
+        expected = f"{FORMS} (a factor of at least 1, as in dynamic:4)"
+        raise CocaError(
+            f"--rope: got {text!r}, expected {expected}, or several with commas between them"
+        )
+    return Rope(kind, factor)
+
+
+def check_rope(model: PreTrainedModel, rope: Rope) -> None:
+    """Raise CocaError if `model` has no rotary embedding, or one that is already scaled."""
+    if rope.kind == "default":
+        return
+    config = _text_config(model)
+    parameters = getattr(config, "rope_parameters", None)
+    if not parameters or not rotary_modules(model):
+        raise CocaError(
+            f"--rope {rope}: got {type(model).__name__}, which has no rotary embedding that can be "
+            f"changed; use --rope default"
+        )
+    if parameters["rope_type"] != "default":
+        already = f"already has the RoPE setting {parameters['rope_type']}"
+    elif "original_max_position_embeddings" in parameters:
+        already = f"has a RoPE base made for {config.max_position_embeddings} tokens already"
+    else:
+        return
+    remedy = "expected an unscaled one; use --rope default to evaluate it as it is"
+    raise CocaError(f"--rope {rope}: the checkpoint {already}, {remedy}")
+
+
+def use_rope_(model: PreTrainedModel, rope: Rope, total_len: int) -> None:
+    """Rebuild the rotary embeddings of `model` in place, from the checkpoint's unchanged config.
+
+    total_len: tokens of the longest sequence to come, prompt and new tokens together. It fixes the
+    base of dynamic NTK (the paper's table 1, "employed without fine-tuning"), also if the
+    checkpoint itself asks for dynamic NTK and `rope` is `default`.
+
+    Raises CocaError as `check_rope` does.
+    """
+    check_rope(model, rope)
+    for parent, name, rotary in rotary_modules(model):
+        config = copy.deepcopy(_text_config(model))
+        parameters = config.rope_parameters
+        kind, factor = rope
+        if kind == "default" and parameters["rope_type"] == "dynamic":
+            kind, factor = "dynamic", parameters["factor"]
+        trained_len = unscaled_len(config)
+        if kind == "linear":
+            parameters.update(rope_type="linear", factor=factor)
+        elif kind == "yarn":
+            parameters.update(
+                rope_type="yarn", factor=factor, original_max_position_embeddings=trained_len
+            )
+        elif kind == "dynamic":
+            rotary_dim = 2 * rotary.inv_freq.numel()
+            seq_len = torch.tensor(total_len, dtype=torch.float64)  # may overflow: angles of zero
+            base = ntk_base(parameters["rope_theta"], factor, seq_len, trained_len, rotary_dim)
+            parameters.update(rope_type="default", rope_theta=base.item())
+        setattr(parent, name, type(rotary)(config=config).to(rotary.inv_freq.device))
+
+
+def trained_length(config: PreTrainedConfig) -> int | None:
+    """Tokens that the config says the model was trained on; None if it does not say.
+
+    `coca-convert --ntk-length` extends a model without training and keeps its trained length.
+    """
+    config = config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    trained_len = None
+    if rope.get("rope_type") in ("default", "dynamic"):  # these extend the length without training
+        trained_len = rope.get("original_max_position_embeddings")
+    return trained_len or getattr(config, "max_position_embeddings", None)
+
+
+def warn_beyond_trained(
+    model: PreTrainedModel, ropes: list[Rope], lengths: list[int], new_tokens: int = 0
+) -> str | None:
+    """One line about lengths beyond what a static RoPE setting was made for, or None.
+
+    `default` is made for the config's `max_position_embeddings`, `linear` and `yarn` for that times
+    their factor. Dynamic NTK has no such length.
+    """
+    config = _text_config(model)
+    made_for = getattr(config, "max_position_embeddings", None)
+    is_dynamic = (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "dynamic"
+    parts = []
+    for rope in ropes:
+        if not made_for or rope.kind == "dynamic" or is_dynamic:
+            continue
+        reach = made_for * rope.factor
+        if beyond := [str(length) for length in lengths if length + new_tokens > reach]:
+            new = f" and {new_tokens} new tokens" if new_tokens else ""
+            tokens = f"the {int(reach)} tokens of --rope {rope}"
+            parts.append(f"lengths {', '.join(beyond)}{new} are beyond {tokens}")
+    remedy = "; --rope dynamic:4 extends it" if rotary_modules(model) else ""
+    return f"{'; '.join(parts)}, as the model was made{remedy}" if parts else None
+
+
+def _text_config(model: PreTrainedModel) -> PreTrainedConfig:
+    return model.config.get_text_config(decoder=True)
+
+
+def rotary_modules(model: PreTrainedModel) -> list[tuple[nn.Module, str, Any]]:
+    """Parent, name and module of every rotary embedding.
+
+    The list is empty if the config has no `rope_parameters`, or one set for each kind of layer.
+    """
+    config = _text_config(model)
+    if "rope_type" not in (getattr(config, "rope_parameters", None) or {}):
+        return []
+    return [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if "RotaryEmbedding" in type(child).__name__
+        and hasattr(child, "inv_freq")
+        and isinstance(getattr(child, "config", None), type(config))
+    ]

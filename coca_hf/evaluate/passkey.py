@@ -1,33 +1,33 @@
 """Passkey retrieval: a number hidden in irrelevant text, asked for at the end (section 4.3 of the
 paper and its appendix).
 
-As much filler as fits makes the prompt at most `length` tokens long. The passkey stands after a
-share of it that is drawn uniformly, or lies on a grid from 0 to 1 with `depths`. The draws of a
-case depend on the seed, the length and the case's number only, so a case is the same whichever
-others run beside it. Variants:
+The prompt has at most `length` tokens, with as much filler as fits. The share of it before the
+passkey is drawn uniformly or, with `depths`, lies on a grid from 0 to 1. A case depends on the
+seed, the length and its own number only, so it is the same whichever cases run beside it. Variants:
 
-    paper      the paper's listing, word for word, "Remeber" included: its paragraphs stand apart by
-               a blank line, and every repeat of the filler is a line. Found where the answer, 64
-               tokens, holds the five digits
+    paper      the paper's listing, word for word, "Remeber" included: paragraphs are separated by a
+               blank line, and every repeat of the filler is a line. Found if the answer, 64 tokens,
+               contains the five digits
     yarn       eval/passkey.py of jquesnelle/yarn: keys of 1 to 50000, filler cut anywhere, to be
-               continued after "The pass key is". Found where the first number of the answer, 10
+               continued after "The pass key is". Found if the first number of the answer, 10
                tokens, is the key
-    longlora   passkey_retrivial.py of dvlab-research/LongLoRA: the same prompt. Found where the
+    longlora   passkey_retrivial.py of dvlab-research/LongLoRA: the same prompt. Found if the
                answer's first tokens are the key's. The key follows a space, as LLaMA's tokenizers,
-               for which it was written, put one there
-    landmark   the same prompt, keys of five digits, and nothing is generated: found where every
-               token of the key is the likeliest after those before it, as in greedy decoding (see
-               `answers.py`). It takes one forward a case, and a base model continues "The pass key
-               is" where it has nothing to say to the paper's question. Shares jump from 0 to 1
-               while a model learns; the nats of a digit show how far it is
+               for which the script was written, put one there
+    landmark   the same prompt, keys of five digits, and nothing is generated: found if every token
+               of the key is the likeliest after those before it, as in greedy decoding (see
+               `answers.py`). It takes one forward a case, and base models continue "The pass key
+               is" although they do not answer the paper's question. Shares jump from 0 to 1 while a
+               model learns; the nats per digit show its progress
 
-Both scripts set the characters of filler and take the tokens as they come; here tokens are set.
+Both scripts set the characters of filler and take whatever tokens these make; here tokens are set.
 """
 
 import math
 import random
 import re
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -38,19 +38,19 @@ from coca_hf.errors import CocaError
 from coca_hf.evaluate.answers import (
     FILLER,
     Case,
+    Drawn,
     case_lines,
-    check_room,
+    check_lengths,
     fit_case,
     score_answers,
     share_correct,
 )
-from coca_hf.evaluate.batches import Batches, NoValue
-from coca_hf.evaluate.loaded_model import LoadedModel
-from coca_hf.evaluate.rope import Rope, use_rope_
+from coca_hf.evaluate.loaded_model import LoadedModel, Rope, use_rope_
 from coca_hf.evaluate.rows import (
+    Batches,
     Count,
     Identity,
-    Measurement,
+    NoValue,
     Raw,
     Row,
     Run,
@@ -58,7 +58,7 @@ from coca_hf.evaluate.rows import (
     Share,
     last_trained_length,
 )
-from coca_hf.evaluate.tables import NBSP, Table, against_length, grid_of
+from coca_hf.evaluate.tables import NBSP, Measurement, Table, against_length, grid_of
 from coca_hf.page import Bullets, Figure, Heat, Part
 
 INSTRUCTION = (
@@ -69,18 +69,16 @@ NAN = "the model's logits are NaN"
 
 
 class PasskeyRow(Row):
-    """Cases are counted by the distance of their key from the end: at most, or more than, the
-    tokens of the model's last training (the paper's figure 4).
-
-    The raw table `cases` has the lines of `answers.case_lines`.
+    """Cases are counted by whether their key is within the trained length of the prompt's end, or
+    beyond it (the paper's figure 4). The raw table `cases` has the lines of `answers.case_lines`.
     """
 
     length: Identity[Count]
     value: Share  # of cases found
     variant: Setting[str]
     cases: Setting[int]
-    depths: Setting[Count | None]  # points of the grid; null where depth is uniform
-    new_tokens: Setting[int]  # 0 where nothing is generated
+    depths: Setting[Count | None]  # points of the grid; null if depth is uniform
+    new_tokens: Setting[int]  # 0 if nothing is generated
     seed: Setting[int]
     cases_inside: NotRequired[int]
     correct_inside: NotRequired[int]
@@ -90,9 +88,9 @@ class PasskeyRow(Row):
 
 
 class Variant(NamedTuple):
-    """keys: first and last. sentence: holds the key. prompt: from the sentence, and the filler
-    before it and in all. found: in the text and tokens of the answer. new_tokens: 0 where nothing
-    is generated and the key's own tokens are scored."""
+    """keys: first and last. sentence: holds the key. prompt: from the sentence, the filler before
+    it and all filler. found: in the text and tokens of the answer. new_tokens: 0 if the key's own
+    tokens are scored and nothing is generated."""
 
     keys: tuple[int, int]
     sentence: str
@@ -137,13 +135,6 @@ VARIANTS = {
 }
 
 
-def check_variant(name: str) -> Variant:
-    """Raises CocaError for a name that is none of `VARIANTS`."""
-    if name not in VARIANTS:
-        raise CocaError(f"--variant: got {name!r}, expected one of {', '.join(VARIANTS)}")
-    return VARIANTS[name]
-
-
 def passkey_rows(
     run: Run,
     num_cases: int = 100,
@@ -154,21 +145,24 @@ def passkey_rows(
 ) -> Iterator[dict]:
     """Yield the rows of a run.
 
-    new_tokens: the variant's, by default. Dynamic NTK is fixed for `length` and the longest answer.
+    new_tokens: by default the variant's. Dynamic NTK is fixed for `length` and the longest answer.
 
-    Raises CocaError before any work where a length is too short for the prompt, naming the shortest
-    that fits, and for `new_tokens` of a variant that generates none.
+    Raises CocaError before any work if a length is too short for the prompt, naming the shortest
+    that fits, and for `new_tokens` of a variant that generates nothing.
     """
     kind, loaded = VARIANTS[variant], run.loaded
     if new_tokens and not kind.new_tokens:
         problem = f"--variant {variant} generates nothing; leave it out"
         raise CocaError(f"--new-tokens: got {new_tokens}, but {problem}")
-    check_lengths(loaded, run.lengths, seed, num_cases, variant)
+    drawn = {
+        length: [draw(length, seed, number, variant, depths) for number in range(num_cases)]
+        for length in run.lengths
+    }
+    check_lengths(loaded, drawn, "passkey prompt", ": the passkey prompt without any filler")
     most_tokens = new_tokens or kind.new_tokens
 
     def measure(rope: Rope, length: int, batches: Batches) -> tuple[dict, Raw]:
-        numbers = range(num_cases)
-        cases = [make_case(loaded.tokenizer, length, seed, n, variant, depths) for n in numbers]
+        cases = [fit_case(loaded.tokenizer, length, one) for one in drawn[length]]
         longest_answer = most_tokens or max(len(case.answer_ids) for case in cases)
         use_rope_(loaded.model, rope, length + longest_answer)
         nlls: list[float] = []
@@ -204,42 +198,27 @@ def make_case(
     variant: str = "paper",
     depths: int | None = None,
 ) -> Case:
-    """Draw a case and fill its prompt: see `fit_case`.
+    """Draw a case and fill its prompt: see `fit_case`."""
+    return fit_case(tokenizer, length, draw(length, seed, case_number, variant, depths))
 
-    depths: the number of depths from 0 to 1 that cases take in turn; None draws them.
+
+def draw(length: int, seed: int, case_number: int, variant: str, depths: int | None) -> Drawn:
+    """Draw a case, the same for every tokenizer.
+
+    depths: the number of depths from 0 to 1 that cases take in turn; None draws a depth.
     """
     kind = VARIANTS[variant]
-    key, share = _draw(kind, length, seed, case_number)
+    rng = random.Random(f"passkey {seed} {length} {case_number}")
+    key, share = rng.randint(*kind.keys), rng.random()
     sentence = kind.sentence.format(key=key)
 
-    def before(filler: int) -> int:
-        if depths is None:
-            return int(share * (filler + 1))
-        return round(filler * (case_number % depths) / max(depths - 1, 1))
+    def fill(filler: int) -> tuple[str, int]:
+        before = int(share * (filler + 1))
+        if depths is not None:
+            before = round(filler * (case_number % depths) / max(depths - 1, 1))
+        return kind.prompt(sentence, before, filler), before
 
-    return fit_case(
-        tokenizer,
-        length,
-        prompt=lambda filler: kind.prompt(sentence, before(filler), filler),
-        depth=lambda filler: before(filler) / filler,
-        line=sentence,
-        key=key,
-        answer=key,
-    )
-
-
-def check_lengths(
-    loaded: LoadedModel, lengths: list[int], seed: int, num_cases: int, variant: str = "paper"
-) -> None:
-    """Raise CocaError where a length does not fit a prompt without filler, as `check_room` does."""
-    kind = VARIANTS[variant]
-    for length in lengths:
-        keys = [_draw(kind, length, seed, number)[0] for number in range(num_cases)]
-        sentences = [kind.sentence.format(key=key) for key in keys]
-        shortest = [kind.prompt(sentence, 0, 0) for sentence in sentences]
-        longer = [kind.prompt(sentence, 0, len(FILLER)) for sentence in sentences]
-        of = ": the passkey prompt without any filler"
-        check_room(loaded, length, shortest, longer, "passkey prompt", of)
+    return Drawn(key, key, sentence, fill)
 
 
 def answers(
@@ -248,12 +227,12 @@ def answers(
     """At most `new_tokens` greedily decoded tokens for every case.
 
     Batches are padded on the left and masked, so answers do not depend on their size. Raises
-    NoValue as `Batches.compute` does, and where a logit was NaN.
+    NoValue as `Batches.compute` does, and if a logit is NaN.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     eos = model.generation_config.eos_token_id
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-    # generate() fills what is unset from the checkpoint: sampling, penalties
+    # generate() takes settings that are not set from the checkpoint: sampling, penalties
     model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad)
 
     def compute(batch: list[Case]) -> list[tuple[list[int], bool]]:
@@ -279,7 +258,7 @@ def answers(
 
 
 def count_by_distance(lines: list[dict], trained: int | None) -> dict[str, int]:
-    """Cases, and those found, whose key is within the trained length of the end, and further."""
+    """Cases, and those found, whose key is within the trained length of the end, and beyond it."""
     sides: dict[str, list[bool]] = {"inside": [], "beyond": []}
     for line in lines:
         is_inside = trained is None or line["distance"] <= trained
@@ -291,12 +270,6 @@ def count_by_distance(lines: list[dict], trained: int | None) -> dict[str, int]:
     }
 
 
-def _draw(variant: Variant, length: int, seed: int, case_number: int) -> tuple[int, float]:
-    """Key and share of the filler before it, the same for every tokenizer."""
-    rng = random.Random(f"passkey {seed} {length} {case_number}")
-    return rng.randint(*variant.keys), rng.random()
-
-
 class _NanWatch(LogitsProcessor):
     saw_nan = False
 
@@ -305,17 +278,17 @@ class _NanWatch(LogitsProcessor):
         return scores
 
 
-# On the page: against length, where in the prompt, and how far from its end (figures 4 and 5)
+# The page: against length, where in the prompt, and how far from its end (figures 4 and 5)
 
-Found = dict[str, dict[int, list[dict]]]  # cases by line of the table and length
+Columns = dict[str, dict[int, list[dict]]]  # cases by line of the table and column
 GRID = "; as asked for, which short prompts meet as nearly as their filler allows"
 FIFTHS = [f"{20 * fifth}-{20 * fifth + 20}%" for fifth in range(5)]
 
 
 def _settings(row: dict) -> str:
-    depths = (
-        f"{row['depths']} depth{'s' * (row['depths'] > 1)}" if row["depths"] else "uniform depth"
-    )
+    depths = "uniform depth"
+    if row["depths"]:
+        depths = f"{row['depths']} depth{'s' * (row['depths'] > 1)}"
     tokens = row["new_tokens"]
     answer = f"{tokens} new tokens" if tokens else "keys scored without generation"
     variant = "" if row["variant"] == "paper" else f", {row['variant']}'s prompt and scoring"
@@ -332,31 +305,50 @@ def _parts(tables: list[Table]) -> list[Part]:
     for table in tables:
         parts += against_length(table, "share found", "share")
     for table in tables:
-        if found := _cases_found(table):
-            parts += [*_heat_maps(table, found), *_sides(table, found), *_by_distance(table, found)]
+        cases = [
+            case | {"line": name, "length": row["length"], "trained": last_trained_length(row)}
+            for name, rows in table.series.items()
+            for row in rows
+            for case in table.read_raw(row, "cases") or []
+        ]
+        if cases:
+            parts += [*_heat_maps(table, cases), *_sides(table, cases), *_by_distance(table, cases)]
     return parts
 
 
-def _cases_found(table: Table) -> Found:
-    found: Found = {}
-    for name, rows in table.series.items():
-        for row in rows:
-            if cases := table.read_raw(row, "cases"):
-                found.setdefault(name, {})[row["length"]] = cases
+def _by_column(cases: list[dict], column: Callable[[dict], int]) -> Columns:
+    found: Columns = {}
+    for case in cases:
+        found.setdefault(case["line"], {}).setdefault(column(case), []).append(case)
     return found
 
 
-def _heat_maps(table: Table, found: Found) -> Iterator[Part]:
-    """Share found by length and depth; a sentence where it is the same everywhere."""
-    depths, same, panel = _depths(table, found), [], 0
-    for name, by_length in found.items():
-        shares = []
-        for depth in depths:
-            at_depth = (
-                [case for case in by_length.get(length, []) if _depth(case, table) == depth]
+def _heat_maps(table: Table, cases: list[dict]) -> Iterator[Part]:
+    """Share found by length and depth; a sentence if it is the same everywhere.
+
+    The lines of a heat map are the points of the grid of depths, which cases take in turn, or
+    fifths of uniform depths.
+    """
+    grid = table.rows[0]["depths"]
+
+    def line_of(case: dict) -> int:
+        return case["case"] % grid if grid else min(int(case["depth"] * 5), 4)
+
+    depths = dict(enumerate(FIFTHS))
+    if grid:
+        points = sorted(set(map(line_of, cases)))
+        depths = {point: f"{100 * point / max(grid - 1, 1):.0f}%" for point in points}
+    same, panel = [], 0
+    for name, by_depth in _by_column(cases, line_of).items():
+        shares = [
+            [
+                share_correct(
+                    [case for case in by_depth.get(depth, []) if case["length"] == length]
+                )
                 for length in table.lengths
-            )
-            shares.append([share_correct(cases) for cases in at_depth])
+            ]
+            for depth in depths
+        ]
         values = {share for line in shares for share in line if share is not None}
         if len(values) == 1:
             everywhere = "at every context length and depth, so no heat map."
@@ -369,7 +361,7 @@ def _heat_maps(table: Table, found: Found) -> Iterator[Part]:
             alt=f"Share of passkeys that {name} finds, by context length and depth in the prompt; "
             f"a number a cell.",
             caption=f"Where {name} finds the passkey: context length across, depth in the prompt "
-            f"down (0% is its beginning{GRID * bool(table.rows[0]['depths'])}).",
+            f"down (0% is its beginning{GRID * bool(grid)}).",
             drawing=Heat(name, columns, [*depths.values()], shares, *axes),
             height=0.9 + 0.28 * min(len(depths), 20),
         )
@@ -377,60 +369,39 @@ def _heat_maps(table: Table, found: Found) -> Iterator[Part]:
         yield Bullets(same)
 
 
-def _depths(table: Table, found: Found) -> dict[int, str]:
-    """The lines of heat maps and their names: the points of the grid of depths, or fifths."""
-    if not (grid := table.rows[0]["depths"]):
-        return dict(enumerate(FIFTHS))
-    cases = (case for by_length in found.values() for some in by_length.values() for case in some)
-    points = sorted({_depth(case, table) for case in cases})
-    return {point: f"{100 * point / max(grid - 1, 1):.0f}%" for point in points}
-
-
-def _depth(case: dict, table: Table) -> int:
-    """The line of a case in a heat map. Cases take the points of a grid in turn."""
-    if grid := table.rows[0]["depths"]:
-        return case["case"] % grid
-    return min(int(case["depth"] * len(FIFTHS)), len(FIFTHS) - 1)
-
-
-def _sides(table: Table, found: Found) -> list[Part]:
+def _sides(table: Table, cases: list[dict]) -> list[Part]:
     """Share found of passkeys within the trained length of the end, and beyond it (figure 4).
 
-    Nothing where no passkey lies beyond the trained length of its model.
+    Nothing if no passkey lies beyond the trained length of its model.
     """
-    sides: dict[str, Found] = {"inside": {}, "beyond": {}}
-    for name, rows in table.series.items():
-        for row in rows:
-            if trained := last_trained_length(row):
-                for case in found.get(name, {}).get(row["length"], []):
-                    own = sides["beyond" if case["distance"] > trained else "inside"]
-                    own.setdefault(name, {}).setdefault(row["length"], []).append(case)
+    known = [case for case in cases if case["trained"]]
+    inside = [case for case in known if case["distance"] <= case["trained"]]
+    beyond = [case for case in known if case["distance"] > case["trained"]]
     parts: list[Part] = []
-    for side, words in (("inside", "at most"), ("beyond", "more than")):
-        if not sides["beyond"] or not sides[side]:
-            continue
-        parts += _shares(
-            table,
-            f"passkey-{side}",
-            f"Share found against context length, of passkeys {side} the trained length: the "
-            f"table beside it.",
-            f"Share found of the passkeys that stand {words} the trained length of their model "
-            f"from the end of the prompt, against context length.",
-            sides[side],
-            f"{side} the trained length",
-            {length: str(length) for length in table.lengths},
-            counted=True,
-        )
+    for side, words, some in (("inside", "at most", inside), ("beyond", "more than", beyond)):
+        if beyond and some:
+            parts += _shares(
+                table,
+                f"passkey-{side}",
+                f"Share found against context length, of passkeys {side} the trained length: the "
+                f"table beside it.",
+                f"Share found of the passkeys that stand {words} the trained length of their model "
+                f"from the end of the prompt, against context length.",
+                _by_column(some, itemgetter("length")),
+                f"{side} the trained length",
+                {length: str(length) for length in table.lengths},
+                counted=True,
+            )
     return parts
 
 
-def _by_distance(table: Table, found: Found) -> list[Part]:
+def _by_distance(table: Table, cases: list[dict]) -> list[Part]:
     """Share found by the octave of the distance from the end of the prompt (figure 5)."""
-    by_octave: Found = {}
-    for name, by_length in found.items():
-        for case in (case for cases in by_length.values() for case in cases):
-            by_octave.setdefault(name, {}).setdefault(_octave(case["distance"]), []).append(case)
-    edges = sorted({edge for octaves in by_octave.values() for edge in octaves})
+
+    def octave(case: dict) -> int:
+        """The least power of two that is not below the distance."""
+        return 1 << max(case["distance"] - 1, 0).bit_length()
+
     return _shares(
         table,
         "passkey-distance",
@@ -438,9 +409,9 @@ def _by_distance(table: Table, found: Found) -> list[Part]:
         "beside it.",
         "Share found against the distance from the passkey to the end of the prompt, in tokens, "
         "over all context lengths: each point is the octave up to its distance.",
-        by_octave,
+        _by_column(cases, octave),
         "distance",
-        {edge: f"≤{NBSP}{edge}" for edge in edges},
+        {edge: f"≤{NBSP}{edge}" for edge in sorted(set(map(octave, cases)))},
         x_label="distance (tokens)",
     )
 
@@ -450,13 +421,13 @@ def _shares(
     name: str,
     alt: str,
     caption: str,
-    found: Found,
+    found: Columns,
     corner: str,
     columns: dict[int, str],
     counted: bool = False,
     **options: Any,
 ) -> list[Part]:
-    """Figure and grid of the share found of the cases of each column. counted: with their number."""
+    """Figure and grid of the share found in each column. counted: with the number of cases."""
     points, lines = {}, {}
     for line, by_column in found.items():
         shares = {x: share_correct(by_column[x]) for x in columns if x in by_column}
@@ -468,11 +439,6 @@ def _shares(
     options |= {"y_scale": "share", "trained_lengths": table.trained_lengths}
     figure = table.figure(name, alt, caption, points, "share found", **options)
     return [figure, grid_of(corner, lines, columns)]
-
-
-def _octave(distance: int) -> int:
-    """The least power of two that is not below `distance`."""
-    return 1 << max(distance - 1, 0).bit_length()
 
 
 MEASUREMENT = Measurement(

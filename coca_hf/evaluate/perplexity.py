@@ -3,26 +3,26 @@
 For a context of `length` tokens and a `stride`, windows start at 0, stride, 2 * stride, ... of a
 document. The window at `start` reads tokens [start, start + length) and predicts tokens
 [start + 1, start + length + 1), so the model never sees more than `length` positions. A token is
-scored by the first window that predicts it: the first window scores all its targets, every later
-one the last `stride`, and the last window ends where the document does, so it may be shorter. Every
-token of a document except the first is scored exactly once. Perplexity is exp(sum of negative
+scored by the first window that predicts it: the first window scores all its targets, later windows
+the last `stride`, and the last window ends with the document, so it may be shorter. Every token of
+a document except the first is scored exactly once. Perplexity is exp(sum of negative
 log-likelihoods / number of scored tokens), over all documents together.
 
-This is the variant `sliding`. Others cut windows and average as published scripts do:
+This is the variant `sliding`. The others cut windows and average as published scripts do:
 
-    yarn            eval/perplexity.py of jquesnelle/yarn: no special tokens, but the token for the
-                    beginning, where the tokenizer has one, before every window, which leaves
-                    `length - 1` for text; windows every `stride` tokens (its --sliding-window,
-                    256), the first scores all its tokens, later ones those that are new; exp(mean
-                    of the windows' means)
-    yarn-truncate   the same with its --truncate, as its Proof-pile numbers: the first window of
+    yarn            eval/perplexity.py of jquesnelle/yarn: no special tokens, except that every
+                    window begins with the tokenizer's token for the beginning, if it has one, which
+                    leaves `length - 1` for text; windows every `stride` tokens (its
+                    --sliding-window, 256), the first scores all its tokens, later ones the new
+                    ones; exp(mean of the windows' means)
+    yarn-truncate   the same with its --truncate, as for its Proof-pile numbers: the first window of
                     every document only
     longlora        eval.py of dvlab-research/LongLoRA with --batch_size 1, as its README calls it:
                     documents without special tokens as one stream, a window every `stride` (256)
-                    tokens but the last one, each scoring all its `length - 1` targets; 2.71828 ^
+                    tokens except the last, each scoring all its `length - 1` targets; 2.71828 ^
                     (mean of the windows' means)
 
-All scripts tokenize the text first; so does `Sample`, whose `special_tokens` follows the variant.
+All of them tokenize the text first, as `Sample` does; its `special_tokens` follows the variant.
 """
 
 import inspect
@@ -30,6 +30,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,11 +39,20 @@ from torch import Tensor, nn
 from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import Batches, NoValue
-from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import Count, Identity, Measurement, Positive, Raw, Run, Setting, TextRow
+from coca_hf.evaluate.loaded_model import Rope, use_rope_
+from coca_hf.evaluate.rows import (
+    Batches,
+    Count,
+    Identity,
+    NoValue,
+    Positive,
+    Raw,
+    Run,
+    Setting,
+    TextRow,
+)
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.tables import Table, against_length, each_table, text_settings
+from coca_hf.evaluate.tables import Measurement, Table, against_length, each_table, text_settings
 from coca_hf.page import FAR
 
 
@@ -63,8 +73,8 @@ def perplexity_rows(
 ) -> Iterator[dict]:
     """Yield the rows of a run.
 
-    Where `stride` is longer than a length, that length's row uses the length and says so in its
-    `stride`. A value that is not finite becomes null, with the reason in `error`.
+    A length shorter than `stride` is its own stride, as the row's `stride` says. A value that is
+    not finite becomes null, with the reason in `error`.
 
     Raises CocaError as the variant's `windows` does.
     """
@@ -100,13 +110,13 @@ def perplexity_rows(
 class Window(NamedTuple):
     document: int
     start: int  # of the inputs, in tokens
-    input_len: int  # tokens of the document that are read
-    scored_len: int  # how many of the last targets are scored
+    input_len: int  # tokens of the document to read
+    scored_len: int  # how many of the last targets to score
 
 
 class Variant(NamedTuple):
     """windows: from the lengths of documents, the window's length, the stride and the prefix.
-    perplexity: from the windows' sums of nats and their scored tokens. stride: the default."""
+    perplexity: from the windows' sums of nats and their scored tokens. stride: by default."""
 
     windows: Callable[[list[int], int, int, list[int]], list[Window]]
     perplexity: Callable[[list[float], list[int]], float]
@@ -117,9 +127,9 @@ class Variant(NamedTuple):
 
 
 def windows_of(doc_len: int, length: int, stride: int, document: int = 0) -> list[Window]:
-    """The sliding windows of a document of `doc_len` tokens, as `perplexity.py` defines them.
+    """The sliding windows of a document of `doc_len` tokens.
 
-    Raises CocaError where the stride is longer than the window (tokens would be left out), or the
+    Raises CocaError if the stride is longer than the window, which would skip tokens, or the
     document has fewer than `length` tokens.
     """
     if not 1 <= stride <= length:
@@ -169,7 +179,7 @@ def _yarn_truncate(
 
 
 def _longlora(doc_lens: list[int], length: int, stride: int, prefix: list[int]) -> list[Window]:
-    """Raises CocaError where the stream is too short for a window that is not the last."""
+    """Raises CocaError if the stream is too short for a window that is not the last."""
     starts = range(0, doc_lens[0] - length, stride)[:-1]
     if not starts:
         raise CocaError(
@@ -197,13 +207,6 @@ VARIANTS = {
     "yarn-truncate": Variant(_yarn_truncate, _window_mean, stride=256, begins=True),
     "longlora": Variant(_longlora, _window_mean_longlora, stride=256, joins=True),
 }
-
-
-def check_variant(name: str) -> Variant:
-    """Raises CocaError for a name that is none of `VARIANTS`."""
-    if name not in VARIANTS:
-        raise CocaError(f"--variant: got {name!r}, expected one of {', '.join(VARIANTS)}")
-    return VARIANTS[name]
 
 
 def _settings(row: dict) -> str:
@@ -247,21 +250,18 @@ def compute_windows(
 ) -> tuple[list[Window], list[Any]]:
     """The windows in the order they were computed, and the result of each.
 
-    Raises NoValue as `Batches.compute` does. Only windows of one shape share a batch, so nothing is
-    padded and results do not depend on its size.
+    Only windows of one shape share a batch, so nothing is padded and results do not depend on its
+    size. Raises NoValue as `Batches.compute` does.
     """
-
-    def shape(window: Window) -> tuple[int, int]:
-        return window.input_len, window.scored_len
-
+    shape = attrgetter("input_len", "scored_len")
     windows = sorted(windows, key=shape)
     groups = [(list(same), one[0]) for one, same in itertools.groupby(windows, key=shape)]
     return windows, batches.compute(groups, compute)
 
 
 def value_of(variant: Variant, lines: list[dict]) -> dict:
-    """The value of a row from the lines of its raw table, null with the reason where there is none;
-    nats per token; and their number.
+    """From the lines of a raw table, the fields of its row: the value, or null with the reason in
+    `error`; nats per token; and the number of tokens.
     """
     value, error = None, None
     total = math.fsum(line["nll"] for line in lines)
@@ -288,7 +288,7 @@ def nats_per_token(lines: list[dict]) -> float | None:
 
 
 def check_loss(total: float) -> None:
-    """Raise NoValue for a sum of losses that is no number."""
+    """Raise NoValue for a sum of losses that is not finite."""
     if not math.isfinite(total):
         raise NoValue(f"the model's loss is {total}")
 
@@ -299,7 +299,7 @@ def token_losses(
 ) -> Tensor:
     """Negative log-likelihoods, in nats, of the scored tokens of windows of one shape.
 
-    documents: token ids, each (tokens,). prefix: token ids that every window begins with. Returns
+    documents: token ids, each (tokens,). prefix: token ids before every window. Returns
     (b, scored_len), float32.
     """
     input_len, scored_len = batch[0].input_len, batch[0].scored_len
@@ -311,26 +311,30 @@ def token_losses(
     ends = [(documents[w.document], w.start + input_len + 1) for w in batch]
     targets = torch.stack([ids[end - scored_len : end] for ids, end in ends]).to(model.device)
 
-    only_scored = {"logits_to_keep": scored_len} if keeps_logits(model) else {}
-    output = model(input_ids=inputs, use_cache=False, **only_scored)
-    logits = output.logits[:, -scored_len:]  # (b, scored_len, vocab)
-    # In pieces, so that the float32 copy of the logits stays small beside them.
-    pieces = zip(logits.split(512, dim=1), targets.split(512, dim=1), strict=True)
-    return torch.cat(
-        [_cross_entropy(some_logits.float(), some) for some_logits, some in pieces], dim=1
-    )
+    logits = last_logits(model, inputs, scored_len)
+    # In pieces, so that the float32 copy of the logits stays small. The vocabulary stays the last
+    # axis: over any other, PyTorch adds its exponentials up one by one, which in float32 is wrong
+    # by 1e-4 for a vocabulary of 50,000.
+    losses = [
+        nn.functional.cross_entropy(
+            some_logits.float().flatten(0, 1), some_targets.flatten(), reduction="none"
+        ).view_as(some_targets)
+        for some_logits, some_targets in zip(
+            logits.split(512, dim=1), targets.split(512, dim=1), strict=True
+        )
+    ]
+    return torch.cat(losses, dim=1)
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """logits: (b, k, vocab), targets: (b, k). Returns (b, k).
+def last_logits(model: Any, input_ids: Tensor, kept: int) -> Tensor:
+    """The logits of the last `kept` positions, (b, kept, vocab); input_ids: (b, m).
 
-    The vocabulary stays the last axis: over any other, PyTorch adds up its exponentials one by one,
-    which in float32 is wrong by 1e-4 for a vocabulary of 50,000.
+    A model that takes `logits_to_keep` computes no others.
     """
-    losses = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    return losses.view_as(targets)
+    only_kept = {"logits_to_keep": kept} if keeps_logits(model) else {}
+    return model(input_ids=input_ids, use_cache=False, **only_kept).logits[:, -kept:]
 
 
 def keeps_logits(model: Any) -> bool:
-    """Whether the model's forward can leave out the logits that are not needed."""
+    """Whether the model's forward can leave out logits that are not needed."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters

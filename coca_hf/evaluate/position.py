@@ -1,7 +1,7 @@
 """Loss against the token's index in its window: shows a boundary that an average over tokens hides.
 
-Windows of `length` tokens do not overlap, so the target with index i is predicted from the i + 1
-tokens before it in the window, and from nothing else. Losses are summed over buckets of indices.
+Windows of `length` tokens do not overlap, so the target with index i is predicted from exactly the
+i + 1 tokens before it in the window. Losses are summed over buckets of indices.
 """
 
 import itertools
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from typing_extensions import NotRequired, TypedDict
 
-from coca_hf.evaluate.batches import Batches
+from coca_hf.evaluate.loaded_model import Rope, use_rope_
 from coca_hf.evaluate.perplexity import (
     VARIANTS,
     Window,
@@ -22,11 +22,10 @@ from coca_hf.evaluate.perplexity import (
     tokens_of,
     value_of,
 )
-from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.rows import (
+    Batches,
     Count,
     Identity,
-    Measurement,
     Positive,
     Raw,
     Run,
@@ -35,7 +34,7 @@ from coca_hf.evaluate.rows import (
     last_trained_length,
 )
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.tables import Table, each_table, grid_of, powers, text_settings
+from coca_hf.evaluate.tables import Measurement, Table, each_table, grid_of, powers, text_settings
 from coca_hf.page import Grid, Part
 
 EDGES = (256, 1024)
@@ -50,8 +49,8 @@ class Range(TypedDict):
 
 
 class PositionRow(TextRow):
-    """`ranges` are cut at `EDGES`, the trained length of the config and the window's end, or where
-    the next bucket begins.
+    """`ranges` are cut at `EDGES`, the config's trained length and the window's end; inside a
+    bucket, at its end.
 
     The raw table `buckets` has document (index into `document_names`), first (index of the bucket),
     tokens and nll (their sum in nats). `in_ranges` makes other ranges from it.
@@ -101,7 +100,7 @@ def position_rows(run: Run, sample: Sample, bucket: int = 64) -> Iterator[dict]:
 def in_ranges(buckets: list[dict], length: int, edges: list[int]) -> list[dict]:
     """Perplexity by ranges of indices, cut at those of `edges` that lie below `length`.
 
-    buckets: lines of the raw table. An edge within a bucket cuts where the next bucket begins.
+    buckets: lines of the raw table. An edge inside a bucket cuts at the bucket's end.
     """
     begins = sorted({bucket["first"] for bucket in buckets})
     found = {next((first for first in begins if first >= edge), length) for edge in edges}
@@ -118,7 +117,7 @@ def in_ranges(buckets: list[dict], length: int, edges: list[int]) -> list[dict]:
 
 
 def _by_document(windows: list[Window], sums: list[list[float]], bucket: int) -> list[dict]:
-    """The lines of the raw table. sums: nats of every bucket of each window."""
+    """The lines of the raw table. sums: nats of every bucket, by window."""
     found: dict[tuple[int, int], list[tuple[int, float]]] = {}
     for window, of_window in zip(windows, sums, strict=False):
         for number, nll in enumerate(of_window):

@@ -5,8 +5,8 @@ The score of query m and key n, before it is divided by sqrt(d), is
     a(m, n) = Re sum_j [h_j exp(i (m - n) theta_j) + g_j exp(i (m + n) theta_j)]
 
 A plain model has h_j = q_j conj(k_j) and no g. CoCA's fold is linear in cosine and sine of the
-query's angle, and in those of the key's, so what it makes of angle 0 and of a quarter turn gives
-both at every position. By eq. 17, strict should come to h_j = t_j |q_j|^2 and g_j = 0. Slack, with
+query's angle and of the key's, so its values at angle 0 and at a quarter turn give both at every
+position. By eq. 17, strict should come to h_j = t_j |q_j|^2 and g_j = 0. Slack, with
 q_j = (a, b), has
 
     h_j = t_j / 2 ((a + b)^2 + i (b^2 - a^2))        g_j = t_j / 2 ((a - b)^2 - i (b^2 - a^2))
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.rope import rotary_modules
+from coca_hf.evaluate.loaded_model import rotary_modules
 from coca_hf.models import attention
 
 # Of query and key positions, each (p,): h_j and g_j of every head, complex, each (h, p, j).
@@ -38,14 +38,12 @@ Products = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 def frequencies(model: Any) -> Tensor:
     """The angle per position of every rotary pair, (j,) float64.
 
-    Raises CocaError where there is no rotary embedding, or several kinds.
+    Raises CocaError if there is no rotary embedding, or several kinds.
     """
     found = [rotary.inv_freq for _, _, rotary in rotary_modules(model)]
     if not found:
-        raise CocaError(
-            f"{type(model).__name__}: got no rotary embedding, or several kinds, expected one "
-            f"(RoPE)"
-        )
+        problem = "got no rotary embedding, or several kinds, expected one (RoPE)"
+        raise CocaError(f"{type(model).__name__}: {problem}")
     return found[0].double()
 
 
@@ -53,15 +51,14 @@ def frequencies(model: Any) -> Tensor:
 def visiting_products(
     model: Any, theta: Tensor, visit: Callable[[int, Products], None]
 ) -> Iterator[None]:
-    """Call `visit` with its number and products for every attention layer that runs inside.
+    """Call `visit` with number and products of every attention layer that runs inside.
 
-    theta: radians per position of every rotary pair, (j,); pairs that are not rotated are left out.
-    Rows of a batch but the first are not looked at. A plain model's q and k are those that its
-    modelling file hands to its own `apply_rotary_pos_emb`, which all families call by that name:
-    after biases, norms and whatever else comes before. CoCA's q and t are those that its attention
-    hands to `rotated`.
+    theta: radians per position of every rotary pair, (j,); pairs without rotation are left out.
+    Only the first row of a batch counts. A plain model's q and k are what its modelling file passes
+    to its own `apply_rotary_pos_emb`, which all families call by that name, after biases, norms and
+    the like. CoCA's q and t are what its attention passes to `rotated`.
 
-    Raises CocaError for layers of partial rotation, and for a model without RoPE that we know.
+    Raises CocaError for layers of partial rotation, and for a model whose RoPE is unknown.
     """
     is_rotated = getattr(model.config, "no_rope_layers", None)  # by layer, of SmolLM3
     all_of_coca = [m for m in model.modules() if isinstance(m, attention.CocaAttention)]
@@ -117,17 +114,16 @@ def rotary_pairs(
 ) -> tuple[Tensor, Tensor]:
     """The first and second dimensions of a head's rotary pairs, each (j,).
 
-    Found by rotating unit vectors to position 1, so whatever the layout (halves, neighbours, a part
-    of the head), they are the pairs that the model rotates. rotate: of (1, h, 2, d), at positions
-    0 and 1. q: (b, h, m, d).
+    They are found by rotating unit vectors to position 1, so the layout (halves, neighbours, a part
+    of the head) does not matter. rotate: of (1, h, 2, d), at positions 0 and 1. q: (b, h, m, d).
 
-    Raises CocaError where what it does is no rotation of pairs by `theta`.
+    Raises CocaError if `rotate` is not a rotation of pairs by `theta`.
     """
     d = q.shape[-1]
     units = torch.eye(d, dtype=q.dtype, device=q.device)[None, :, None].expand(1, d, 2, d)
     try:
         rotated = rotate(units)[0, :, 1].double()  # (d, d): row i is where unit vector i goes
-    except RuntimeError:  # of shapes that are not those of heads before positions
+    except RuntimeError:  # its shapes are not heads before positions
         rotated = torch.zeros(d, d, dtype=torch.float64, device=q.device)
     first, second = (rotated * (1 - torch.eye(d, device=q.device)) > 0).nonzero().unbind(1)
     angle = torch.atan2(rotated[first, second], rotated[first, first])
@@ -144,7 +140,7 @@ def rotary_pairs(
 def _visiting_coca(
     attentions: list[attention.CocaAttention], pairs: int, visit: Callable[[int, Products], None]
 ) -> Iterator[None]:
-    """The same for CoCA, whose first `pairs` pairs are rotated. RoPE in kept layers is linear."""
+    """The same for CoCA, whose first `pairs` pairs are rotated. Kept layers' RoPE is linear too."""
 
     def seen(
         layer: attention.CocaAttention, q: Tensor, t: Tensor, cos: Tensor, sin: Tensor

@@ -1,31 +1,31 @@
 """Rows: one measured value each, as a line of OUT/rows.jsonl with all that is needed to repeat it.
 
-Every measurement extends `Row` beside the function that yields its rows, and describes itself by a
-`Measurement`; a row itself is a dict. Fields are declared as
+Every measurement extends `Row` beside the function that yields its rows; a row itself is a dict.
+Fields are declared as
 
-    Identity[T]   part of what is measured: a row that agrees in all of these is not measured again
-    Shared[T]     the same in all rows of one table, whose values are comparable only then
+    Identity[T]   part of what is measured: rows that agree in all of these are the same measurement
+    Shared[T]     equal in all rows of one table, whose values can only then be compared
     Setting[T]    both
-    Beside[T]     shown beside the value, so not null where there is a value
+    Beside[T]     shown beside the value, so not null if there is a value
 
-What a value was made of is in raw tables, OUT/perplexity-windows/<row_id>.parquet for one; the
-row's `raw` names them. A row is written after its raw tables, so a row on disk is complete. It also
-has `row_id`, sixteen hex digits of what is measured, which is a column of its raw tables too;
-`processes`; and `batch_size`, sequences at a time, where the measurement takes several: halved
-where memory ran out, and no part of what is measured.
+The numbers behind a value are in raw tables, such as OUT/perplexity-windows/<row_id>.parquet,
+which the row's `raw` names. A row is written after its raw tables, so a row on disk is complete.
+`row_id`, sixteen hex digits of the row's identity, is also a column of its raw tables. Rows also
+have `processes` and, if the measurement batches, `batch_size`: the sequences at a time, halved if
+memory ran out, which are not part of the identity.
 """
 
 import hashlib
 import itertools
 import json
+import math
 import os
 import platform
-import re
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
@@ -33,17 +33,17 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from accelerate.utils import gather_object
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from filelock import FileLock
 from pydantic import Field, PositiveFloat
 from typing_extensions import NotRequired, TypedDict, get_type_hints  # pydantic needs these
 
-from coca_hf.checkout import commit, now, versions
 from coca_hf.errors import CocaError, one_line
-from coca_hf.evaluate.batches import Batches, NoValue, processes
-from coca_hf.evaluate.loaded_model import LoadedModel
-from coca_hf.evaluate.rope import Rope, trained_length
+from coca_hf.evaluate.loaded_model import LoadedModel, Rope, processes, trained_length
+from coca_hf.evaluate.progress import Progress
 from coca_hf.files import append_line, replacing
-from coca_hf.page import Part
+from coca_hf.provenance import commit, now, versions
 
 T = TypeVar("T")
 IDENTITY, SHARED, BESIDE = "identity", "shared", "beside"
@@ -56,14 +56,11 @@ Count = Annotated[int, Field(gt=0, le=2**53)]
 Positive = PositiveFloat | None
 Share = Annotated[float, Field(ge=0, le=1)] | None
 Names = list[str]
-BASIC = {"model", "task", "rope", "length", "value"}  # of any row, of a later version too
+BASIC = {"model", "task", "rope", "length", "value"}  # in every row, also of a later version
 
 
 class Row(TypedDict):
-    """What every row says; the fields of a measurement come from its own file.
-
-    A row also has `length` in tokens and `value`, whose bounds differ between measurements.
-    """
+    """The fields of every row. A measurement adds its own and bounds `length` and `value`."""
 
     task: Identity[str]
     model: Identity[str]  # its name
@@ -73,16 +70,16 @@ class Row(TypedDict):
     model_commit: NotRequired[str | None]  # of a model on the hub
     rope: Identity[str]
     dtype: Identity[str]
-    trained_length: Count | None  # tokens, as the config says
+    trained_length: Count | None  # tokens, according to the config
     trained_seq_len: Count | None  # positions reached in the last stage of coca-train
     tokens_seen: int | None  # in CoCA training
     coca_constraint: str | None
     coca_kept_layers: NotRequired[list[int] | None]
-    coca_kept_window: NotRequired[int | None]  # tokens that kept layers attend to
+    coca_kept_window: NotRequired[int | None]  # tokens that these layers attend to, if not all
     coca_partial_rotary_layers: NotRequired[list[int] | None]
     tokens: NotRequired[int | None]  # scored or read
-    error: str | None  # why there is no value; "OOM: ..." where memory ran out
-    raw: dict[str, Annotated[str, Field(max_length=200)]]  # files of raw results, by name
+    error: str | None  # why there is no value; "OOM: ..." if memory ran out
+    raw: dict[str, Annotated[str, Field(max_length=200)]]  # files of raw tables, by name
     device: str
     versions: dict
     commit: NotRequired[str | None]  # of coca_hf
@@ -92,7 +89,7 @@ class Row(TypedDict):
 
 
 class TextRow(Row):
-    """What rows of a measurement on documents say about them."""
+    """The fields of a measurement on documents."""
 
     data: Shared[str]
     subset: NotRequired[Shared[str | None]]
@@ -107,31 +104,6 @@ class TextRow(Row):
     seed: Setting[int]
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """How the rows of a task are read and shown.
-
-    row: the type of its rows. settings: what the rows of a table share, in words. cell: the value
-    of a row, which it has. parts: of the section on the page, from each `tables.Table` of rows.
-    raw: the columns that the page reads, each of one of `tables.TYPES`, by raw table.
-    """
-
-    task: str
-    title: str
-    explanation: str
-    row: Any
-    settings: Callable[[dict], str]
-    cell: Callable[[dict], str]
-    parts: Callable[[list[Any]], list[Part]]
-    raw: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def show(self, row: dict) -> str:
-        """The value of a row as a table has it."""
-        if row["value"] is not None:
-            return re.sub(r"^-(0\.0+)(?!\d)", r"\1", self.cell(row))  # no minus zero
-        return "OOM" if (row.get("error") or "").startswith("OOM") else "none"
-
-
 @cache
 def fields(row_type: Any, mark: str) -> list[str]:
     """The names of the fields of `row_type` that have a mark: IDENTITY, SHARED or BESIDE."""
@@ -143,18 +115,13 @@ def fields(row_type: Any, mark: str) -> list[str]:
     return found
 
 
-def identity(row_type: Any, row: dict) -> str:
-    """Equal for rows of the same measurement, and for those alone."""
-    return json.dumps([row.get(name) for name in fields(row_type, IDENTITY)])
-
-
-def shared(row_type: Any, row: dict) -> str:
-    """Equal for rows that stand in one table, and for those alone."""
-    return json.dumps([row.get(name) for name in fields(row_type, SHARED)])
+def marked(row_type: Any, mark: str, row: dict) -> str:
+    """The values of the fields that have a mark, as a key: equal for rows that agree in them."""
+    return json.dumps([row.get(name) for name in fields(row_type, mark)])
 
 
 def latest(rows: Iterable[dict], measured: Callable[[dict], T]) -> dict[T, dict]:
-    """The latest of the rows that agree in `measured`; the last of those with one date."""
+    """The latest of the rows that agree in `measured`; the last of those with the same date."""
     found: dict[T, dict] = {}
     for row in rows:
         key = measured(row)
@@ -174,7 +141,7 @@ def last_trained_length(row: dict) -> int | None:
 
 
 def relative(path: str) -> str:
-    """An absolute path from the current directory, so that rows do not name a machine's own.
+    """An absolute path from the current directory, so that rows do not contain a machine's paths.
 
     Other texts, such as the id of a data set, stay as they are.
     """
@@ -188,30 +155,13 @@ PACKAGES = (
 )
 
 
-class Progress:
-    """How far a run is. This one is silent; `terminal.progress_on` shows it."""
-
-    def __call__(self, items: list, description: str) -> Iterable:
-        """The items of a loop within a row."""
-        return items
-
-    def begin(self, missing: list[dict], asked: int, noun: str) -> None:
-        """Rows with the settings `missing` are about to be made, of `asked` in all.
-
-        noun: what is counted.
-        """
-
-    def finish(self, settings: dict) -> None:
-        """The row of these settings is made."""
-
-
 class RowStore:
     """The rows of a directory, which the first row makes. Several commands may write there.
 
-    Only the main process writes. Of rows of one measurement the `latest` counts. Where memory ran
-    out, the row does not count, so that it is measured again.
+    Only the main process writes. The `latest` row of a measurement counts. A row that says that
+    memory ran out does not count, so it is measured again.
 
-    Raises CocaError where the directory cannot be made or a line is no row.
+    Raises CocaError if the directory cannot be made or a line is not a row.
     """
 
     def __init__(self, out_dir: Path):
@@ -237,7 +187,7 @@ class RowStore:
         but: tuple[str, ...] = (),
         noun: str = "rows",
     ) -> Iterator[dict]:
-        """Yield the rows of everything that is asked for; those that are not here are `measured`.
+        """Yield the rows of everything that is asked for; only missing ones are `measured`.
 
         asked: settings of rows that are measured together. measured: appends the rows that it
         returns. but: as `find` takes it; settings then have as many rows as `metrics` says. noun:
@@ -246,8 +196,8 @@ class RowStore:
 
         def found(together: list[dict]) -> list[dict]:
             rows = [self.find(row_type, settings, but) for settings in together]
-            whole = all(some and len(some) >= some[0].get("metrics", 1) for some in rows)
-            return list(itertools.chain(*rows)) if whole else []
+            complete = all(some and len(some) >= some[0].get("metrics", 1) for some in rows)
+            return list(itertools.chain(*rows)) if complete else []
 
         missing = [together[-1] for _, together in asked if not found(together)]
         self.progress.begin(missing, len(asked), noun)
@@ -264,7 +214,7 @@ class RowStore:
         of_task = (row for row in self._rows if row["task"] == settings["task"])
         return [
             row
-            for row in latest(of_task, partial(identity, row_type)).values()
+            for row in latest(of_task, partial(marked, row_type, IDENTITY)).values()
             if not str(row.get("error")).startswith("OOM")
             and all(row.get(name) == settings.get(name) for name in names)
         ]
@@ -272,16 +222,20 @@ class RowStore:
     def append(self, row_type: Any, row: dict, raw: Raw | None = None) -> dict:
         """Write `row` after its raw tables. Returns the row with its `row_id` and `raw`.
 
-        Raises CocaError where it cannot be written.
+        Raises CocaError if it cannot be written.
         """
-        row_id = hashlib.sha256(identity(row_type, row).encode()).hexdigest()[:16]
+        row_id = hashlib.sha256(marked(row_type, IDENTITY, row).encode()).hexdigest()[:16]
         tables = {name: lines for name, lines in (raw or {}).items() if lines}
         paths = {name: f"{row['task']}-{name}/{row_id}.parquet" for name in tables}
         row = row | {"row_id": row_id, "raw": paths}
         if processes().is_main_process:
             try:
                 for name, lines in tables.items():
-                    _write_table(self.out_dir / paths[name], row_id, lines)
+                    path = self.out_dir / paths[name]
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    with replacing(path) as unfinished:
+                        table = pa.Table.from_pylist([{"row_id": row_id} | line for line in lines])
+                        pq.write_table(table, unfinished)
                 line = json.dumps(row, ensure_ascii=False, allow_nan=False)
                 self.out_dir.mkdir(parents=True, exist_ok=True)
                 with FileLock(self.out_dir / ".rows.lock"):  # another command may write there
@@ -296,9 +250,53 @@ class RowStore:
         return row
 
 
+def read_rows(path: Path) -> tuple[list[dict], bytes]:
+    """The rows of a file, and its last line if a kill has cut that short.
+
+    Raises CocaError with the number of a line that is not a row.
+    """
+    *lines, rest = path.read_bytes().split(b"\n")
+    if _parsed(rest) is not None:
+        lines, rest = [*lines, rest], b""
+    rows = []
+    for line_number, line in enumerate(lines, 1):
+        row = _parsed(line)
+        is_row = isinstance(row, dict) and row.keys() >= BASIC
+        if not is_row or not isinstance(row["value"], int | float | None):
+            where = f"{path}, line {line_number}"
+            raise CocaError(f"{where}: got no row of coca-eval; delete the line")
+        rows.append(row)
+    return rows, rest
+
+
+def _parsed(line: bytes) -> Any:
+    """The JSON of a line; None if it is not JSON, or has values that cannot be written again."""
+    try:
+        row = json.loads(line)
+        json.dumps(row, ensure_ascii=False, allow_nan=False).encode()  # NaN, half a surrogate
+    except (ValueError, RecursionError):
+        return None
+    return row
+
+
+def _end_last_line(path: Path) -> None:
+    """Remove a last line that a kill cut short; end one whose line break an editor removed."""
+    if not path.exists():
+        return
+    rest = path.read_bytes().rpartition(b"\n")[2]
+    if _parsed(rest) is None:
+        os.truncate(path, path.stat().st_size - len(rest))
+    else:
+        append_line(path, "")
+
+
+class NoValue(Exception):
+    """Why a row has no value."""
+
+
 @dataclass
 class Run:
-    """A model under RoPE settings, the lengths in tokens to measure it at, and where rows go.
+    """A model under RoPE settings, the lengths in tokens to measure it at, and where its rows go.
 
     batch_size: sequences at a time; None for `auto_batch_size`.
     """
@@ -314,34 +312,35 @@ class Run:
         """`about_model` of its model."""
         return about_model(self.loaded)
 
-    def batches(self, description: str) -> Batches:
-        """For a row that is shown under a description."""
-        return Batches(self.batch_size, partial(self.store.progress, description=description))
+    def batches(self, description: str, length: int | str) -> "Batches":
+        """The batches of a row. description: of the row, beside its bar."""
+        watch = partial(self.store.progress, description=description)
+        return Batches(self.batch_size, watch, length)
 
     def rows(
         self,
         row_type: Any,
         settings: dict,
-        measure: Callable[[Rope, int, Batches], tuple[dict, Raw]],
+        measure: Callable[[Rope, int, "Batches"], tuple[dict, Raw]],
     ) -> Iterator[dict]:
-        """Yield a row for every RoPE setting and length; those that the store has are not measured.
+        """Yield a row for every RoPE setting and length; only missing ones are measured.
 
-        settings: what the rows say besides `rope`, `length` and `about`. measure: returns the
+        settings: the fields of the rows besides `rope`, `length` and `about`. measure: returns the
         results of a row and its raw tables.
         """
 
         def measured(rope: Rope, together: list[dict]) -> list[dict]:
-            (of_row,) = together
-            length, began = of_row["length"], time.perf_counter()
-            batches = self.batches(f"{settings['task']}  {rope}  {length}")
+            (row,) = together
+            length, began = row["length"], time.perf_counter()
+            batches = self.batches(f"{settings['task']}  {rope}  {length}", length)
             try:
                 results, raw = measure(rope, length, batches)
                 results |= {"batch_size": batches.used} if batches.used else {}
             except NoValue as failure:
-                results, raw = {"value": None, "error": failure.explain(length)}, {}
+                results, raw = {"value": None, "error": str(failure)}, {}
                 results |= dict.fromkeys(fields(row_type, BESIDE))
             made = {"seconds": round(time.perf_counter() - began, 3), "date": now()}
-            return [self.store.append(row_type, of_row | {"error": None} | results | made, raw)]
+            return [self.store.append(row_type, row | {"error": None} | results | made, raw)]
 
         asked = [
             (rope, [settings | self.about | {"rope": str(rope), "length": length}])
@@ -351,23 +350,24 @@ class Run:
 
 
 def about_model(loaded: LoadedModel) -> dict:
-    """What a row says about its model, machine and versions."""
-    model = loaded.model
+    """The fields of a row about its model, machine and versions."""
+    config, device = loaded.model.config, loaded.model.device
+    threads = f"{device.type} ({platform.machine()}, {torch.get_num_threads()} threads)"
     return {
         "model": loaded.name,
         "model_path": relative(loaded.path),
         "fingerprint": loaded.fingerprint,
-        "model_type": model.config.model_type,
-        "coca_constraint": getattr(model.config, "coca_constraint", None),
-        "coca_kept_layers": getattr(model.config, "coca_kept_layers", None),
-        "coca_kept_window": getattr(model.config, "coca_kept_window", None),
-        "coca_partial_rotary_layers": getattr(model.config, "coca_partial_rotary_layers", None),
-        "trained_length": trained_length(model.config),
+        "model_type": config.model_type,
+        "coca_constraint": getattr(config, "coca_constraint", None),
+        "coca_kept_layers": getattr(config, "coca_kept_layers", None),
+        "coca_kept_window": getattr(config, "coca_kept_window", None),
+        "coca_partial_rotary_layers": getattr(config, "coca_partial_rotary_layers", None),
+        "trained_length": trained_length(config),
         "model_commit": loaded.commit,
         "trained_seq_len": loaded.trained_seq_len,
         "tokens_seen": loaded.tokens_seen,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": _device_name(model.device),
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else threads,
         "processes": processes().num_processes,
         "versions": versions(*PACKAGES) | {"cuda": torch.version.cuda},
         "commit": commit(),
@@ -376,7 +376,7 @@ def about_model(loaded: LoadedModel) -> dict:
 
 
 def command_line() -> str:
-    """The command that runs, with `relative` paths."""
+    """The running command, with `relative` paths."""
     words = []
     for word in sys.argv[1:]:
         option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
@@ -385,7 +385,7 @@ def command_line() -> str:
 
 
 def made_otherwise(rows: list[dict]) -> str | None:
-    """One line about rows of other versions of `PACKAGES` or another commit; None without such."""
+    """One line about rows that other versions of `PACKAGES` or another commit made, or None."""
     here = versions(*PACKAGES) | {"coca-hf commit": commit()}
     del here["python"]
     others = []
@@ -401,61 +401,138 @@ def made_otherwise(rows: list[dict]) -> str | None:
     return f"{count} {were} made before, with {', '.join(found)}; {remedy}"
 
 
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type} ({platform.machine()}, {torch.get_num_threads()} threads)"
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Watch = Callable[[list], Iterable]  # yields the items of a list, and shows how far the loop is
+
+# Errors outside PyTorch's allocator, which accelerate does not know
+FULL = ("_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+AUTO_SEQUENCES = 64  # halved as long as memory runs out
+AUTO_TOKENS_ON_CPU = 1024  # of a batch
 
 
-def _end_last_line(path: Path) -> None:
-    """Take off a last line that a kill cut short; end one whose end an editor took off."""
-    if not path.exists():
-        return
-    rest = path.read_bytes().rpartition(b"\n")[2]
-    if _parsed(rest) is None:
-        os.truncate(path, path.stat().st_size - len(rest))
-    else:
-        append_line(path, "")
+def auto_batch_size(tokens: int) -> int:
+    """The number of sequences of `tokens` tokens to begin with.
 
-
-def _write_table(path: Path, row_id: str, lines: list[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as unfinished:
-        table = pa.Table.from_pylist([{"row_id": row_id} | line for line in lines])
-        pq.write_table(table, unfinished)
-
-
-def read_rows(path: Path) -> tuple[list[dict], bytes]:
-    """The rows of a file, and the last line if a kill has cut it short; that is no row.
-
-    Raises CocaError with the number of a line that is no row.
+    On a GPU it is 64: `Batches` finds what fits by trying. On a CPU, where running out of memory
+    kills the process without an error, a batch has at most 1,024 tokens: only short sequences gain
+    from batching there.
     """
-    *lines, rest = path.read_bytes().split(b"\n")
-    if _parsed(rest) is not None:
-        lines, rest = [*lines, rest], b""
-    rows = []
-    for line_number, line in enumerate(lines, 1):
-        row = _parsed(line)
-        if not (isinstance(row, dict) and row.keys() >= BASIC and _is_number(row["value"])):
-            where = f"{path}, line {line_number}"
-            raise CocaError(f"{where}: got no row of coca-eval; delete the line")
-        rows.append(row)
-    return rows, rest
+    if processes().device.type != "cpu":
+        return AUTO_SEQUENCES
+    return min(max(AUTO_TOKENS_ON_CPU // tokens, 1), AUTO_SEQUENCES)
 
 
-def _parsed(line: bytes) -> Any:
-    """The JSON of a line; None for what is no JSON, or could be read but never written."""
-    try:
-        row = json.loads(line, parse_constant=_refuse)
-        json.dumps(row, ensure_ascii=False, allow_nan=False).encode()  # 1e999, half a surrogate
-    except (ValueError, RecursionError):
-        return None
-    return row
+class Batches:
+    """The batches of one row, computed on all processes of `accelerate launch`, and smaller if
+    memory runs out.
+
+    Items are dealt to the processes one by one, and each process batches its own, so none waits for
+    another longer than an item takes. Results of one process and of many agree up to rounding.
+
+    size: sequences at a time; None for `auto_batch_size`. watch: shows how far the loop is. length:
+    of the sequences in tokens, for errors. used: the size that fitted, once something is computed.
+    """
+
+    used: int | None = None
+
+    def __init__(
+        self, size: int | None = None, watch: Watch = iter, length: int | str = "too many"
+    ):
+        self.size, self.watch, self.length = size, watch, length
+
+    def compute(
+        self, groups: list[tuple[list[Item], int]], compute: Callable[[list[Item]], list[Result]]
+    ) -> list[Result]:
+        """A result for every item, in order and on every process.
+
+        groups: items that may share a batch, and the tokens of each. compute: turns a batch into
+        one result for each item. If memory runs out, it gets the batch in halves, and later batches
+        in pieces of the size that fitted.
+
+        Raises NoValue on every process if one item alone does not fit into memory on any ("OOM:
+        ..."), or for an IndexError: a sequence beyond the positions that a model has learned.
+        """
+        sized = [(items, self.size or auto_batch_size(tokens)) for items, tokens in groups]
+        results, used = self._on_all_processes(sized, compute)
+        self.used = max(used, self.used or 0)
+        return results
+
+    def each(self, items: list[Item], compute: Callable[[Item], Result]) -> list[Result]:
+        """The result of every item, computed alone; otherwise as `compute`."""
+        return self._on_all_processes([(items, 1)], lambda batch: [compute(batch[0])])[0]
+
+    def _on_all_processes(
+        self, groups: list[tuple[list[Item], int]], compute: Callable[[list[Item]], list[Result]]
+    ) -> tuple[list[Result], int]:
+        """The results, and the largest batch's size. groups: items, and how many at a time."""
+        state = processes()
+        mine = _share(groups, state.process_index, state.num_processes)
+        results: list[Result] = []
+        largest = max(map(len, mine), default=1)
+        size, error = largest, None
+        try:
+            for batch in self.watch(mine):
+                done, size = _in_pieces(batch, compute, size)
+                results += done
+        except MemoryError as failure:
+            error = NoValue(f"OOM: {failure}")
+        except IndexError as failure:
+            error = NoValue(f"the model failed on {self.length} tokens (IndexError: {failure})")
+        if state.num_processes > 1:
+            gathered = gather_object([(results, error, size, size < largest)])
+            error = next((one for _, one, _, _ in gathered if one), None)
+            halved = [one for _, _, one, was_halved in gathered if was_halved]
+            size = min(halved) if halved else max(one for _, _, one, _ in gathered)
+        if error:
+            raise error
+        if state.num_processes > 1:
+            results = [
+                gathered[number % state.num_processes][0][number // state.num_processes]
+                for number in range(sum(len(items) for items, _ in groups))
+            ]
+        return results, size
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
+def _share(
+    groups: list[tuple[list[Item], int]], process: int, num_processes: int
+) -> list[list[Item]]:
+    """The batches of one process. Items are dealt one by one, so shares differ by one at most."""
+    batches: list[list[Item]] = []
+    dealt = 0
+    for items, batch_size in groups:
+        own = items[(process - dealt) % num_processes :: num_processes]
+        batches += [own[first : first + batch_size] for first in range(0, len(own), batch_size)]
+        dealt += len(items)
+    return batches
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | None)
+def is_out_of_memory(failure: Exception) -> bool:
+    """Whether memory ran out, of a GPU or of the machine, also within cuBLAS and cuDNN."""
+    if isinstance(failure, MemoryError) or should_reduce_batch_size(failure):
+        return True
+    return isinstance(failure, RuntimeError) and any(words in str(failure) for words in FULL)
+
+
+def _in_pieces(
+    batch: list[Item], compute: Callable[[list[Item]], list[Result]], size: int
+) -> tuple[list[Result], int]:
+    """The results of a batch, and the size of the pieces it was computed in."""
+    results: list[Result] = []
+    while batch:
+        piece = batch[:size]
+        try:
+            results += compute(piece)
+        except (RuntimeError, MemoryError) as failure:
+            if not is_out_of_memory(failure):
+                raise
+            reason = " ".join(str(failure).split())[:200]
+        else:
+            batch = batch[size:]
+            continue
+        # Outside the handler, which holds the failed call's tensors
+        clear_device_cache(garbage_collection=True)
+        if len(piece) == 1:
+            raise MemoryError(f"one sequence alone does not fit ({reason})")
+        size = math.ceil(len(piece) / 2)
+    return results, size

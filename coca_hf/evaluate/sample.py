@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coca_hf.documents import Document, check_text_options, commit_of, read_all_documents
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
+from coca_hf.evaluate.loaded_model import LoadedModel, check_choice, check_vocabulary
 from coca_hf.evaluate.rows import relative
 
 T = TypeVar("T")
@@ -22,8 +22,8 @@ class Sample:
     """Tokenized documents, each (tokens,), with what is needed to draw them again.
 
     settings: the arguments that drew it: data, column, split, seed, max_tokens, ... skipped: names
-    of the documents that are empty or too short. left_out: the number of documents of fewer than
-    `min_bytes` bytes, which are not drawn. text_hash: of the documents' text, whatever the tokenizer.
+    of empty and of too short documents. left_out: how many documents have fewer than `min_bytes`
+    bytes. text_hash: of the documents' text, whatever the tokenizer.
     """
 
     settings: dict
@@ -34,7 +34,7 @@ class Sample:
     text_hash: str | None = None
 
     def describe(self) -> dict:
-        """What a row says about its documents; `data_hash` is of the very tokens."""
+        """The fields of a row about its documents; `data_hash` is of the very tokens."""
         digest = hashlib.sha256()
         for ids in self.token_ids:
             digest.update(ids.numpy().tobytes())
@@ -51,11 +51,11 @@ class Sample:
 
 
 PRESETS: dict[str, dict] = {
-    # The paper: 100 of PG-19's documents of at least 32768 tokens, cut to them. The test split has
-    # no more than 100.
+    # The paper: 100 documents of PG-19 with at least 32768 tokens, cut to that length. The test
+    # split has exactly 100 documents.
     "pg19": {"data": "emozilla/pg19-test", "documents": 100},
-    # YaRN's eval.sh: 50 of Proof-pile's test documents of at least 32768 tokens. It takes the
-    # first ones; these are drawn. A token is a byte or more, but for a few that the tokenizer adds.
+    # YaRN's eval.sh: 50 of Proof-pile's test documents with at least 32768 tokens. It takes the
+    # first ones; here they are drawn. Nearly all tokens are a byte or more, hence `min_bytes`.
     "proof-pile": {
         "data": "emozilla/proofpile-test-tokenized",
         "documents": 50,
@@ -70,8 +70,7 @@ def check_preset(name: str) -> dict:
 
     Raises CocaError for an unknown name.
     """
-    if name not in PRESETS:
-        raise CocaError(f"--preset: got {name!r}, expected one of {', '.join(PRESETS)}")
+    check_choice("--preset", name, PRESETS)
     return OF_ALL | PRESETS[name] | {"skip_short": True}
 
 
@@ -93,15 +92,14 @@ def draw_sample(
 ) -> Sample:
     """Draw `documents` from `data` (see `read_documents`) and tokenize each up to `max_tokens`.
 
-    Only documents of at least `min_bytes` bytes in UTF-8 are drawn from. The seed draws, whatever
-    the tokenizer, so that models with different ones are measured on the same documents. With
-    `skip_short`, only documents of at least `min_tokens` tokens are drawn from, of this tokenizer,
-    and all of `data` is tokenized. A text is tokenized as the tokenizer does by default: with its
-    token for the beginning, if it sets one; or without `special_tokens`. data_revision: of a data
-    set on the hub; whatever it names, all is read at the commit that it is at first.
+    Only documents of at least `min_bytes` bytes in UTF-8 are drawn from. The draw depends on the
+    seed and not on the tokenizer, so models with different ones read the same documents. With
+    `skip_short`, all of `data` is tokenized, and only documents of at least `min_tokens` tokens are
+    drawn from. special_tokens: whether texts begin with the tokenizer's own, if it sets any.
+    data_revision: of a data set on the hub, which is read at one commit throughout.
 
-    Raises CocaError where a drawn document is empty or too short (unless `skip_short`), there are
-    fewer documents than asked for, none is left, local files are to have a `split`, `subset` or
+    Raises CocaError if a drawn document is empty or too short (unless `skip_short`), there are
+    fewer documents than asked for, none is left, local files are given a `split`, `subset` or
     `data_revision`, .txt files a `column`, or the tokenizer does not fit the model.
     """
     if max_tokens is not None and max_tokens < min_tokens:
@@ -142,13 +140,12 @@ def draw_sample(
     found = [(document, tokenize(document) if ids is None else ids) for document, ids in drawn]
     _refuse_short(found, data, min_tokens)
     digest = hashlib.sha256()
-    for document, _ in found:
-        digest.update(f"{len(document.text)} {document.text}".encode())
-    sample.text_hash = digest.hexdigest()[:16]
     for document, ids in found:
         check_vocabulary(loaded, ids, document.where)
         sample.names.append(document.name)
         sample.token_ids.append(ids)
+        digest.update(f"{len(document.text)} {document.text}".encode())
+    sample.text_hash = digest.hexdigest()[:16]
     if not found:
         found_none = f"got no document of at least {min_tokens} tokens"
         raise CocaError(f"{data}: {found_none}; ask for shorter --lengths")
@@ -156,7 +153,7 @@ def draw_sample(
 
 
 def _draw(candidates: Iterable[T], number: int | None, seed: int) -> list[T]:
-    """All, or a uniform sample of `number` in their own order: one pass, `number` in memory."""
+    """All, or a uniform sample of `number` in their own order, in one pass."""
     if number is None:
         return list(candidates)
     rng, drawn = random.Random(f"documents {seed}"), {}
@@ -169,18 +166,16 @@ def _draw(candidates: Iterable[T], number: int | None, seed: int) -> list[T]:
 
 def _refuse_short(found: list[tuple[Document, Tensor]], data: str, min_tokens: int) -> None:
     empty = [document.where for document, ids in found if not len(ids)]
-    if empty:
-        raise CocaError(
-            f"{data}: {len(empty)} of {len(found)} documents are empty, first: "
-            f"{first_of(empty, 3)}; remove them or add --skip-short"
-        )
     short = [f"{document.where} ({len(ids)})" for document, ids in found if len(ids) < min_tokens]
-    if short:
-        raise CocaError(
-            f"{data}: {len(short)} of {len(found)} documents have fewer than {min_tokens} tokens, "
-            f"the longest of --lengths, first: {first_of(short, 3)}; ask for shorter --lengths or "
-            f"add --skip-short"
-        )
+    if empty:
+        problem, first = "are empty", f"{first_of(empty, 3)}; remove them or"
+    elif short:
+        problem = f"have fewer than {min_tokens} tokens, the longest of --lengths"
+        first = f"{first_of(short, 3)}; ask for shorter --lengths or"
+    else:
+        return
+    count = f"{len(empty or short)} of {len(found)} documents"
+    raise CocaError(f"{data}: {count} {problem}, first: {first} add --skip-short")
 
 
 def first_of(names: list[str], most: int) -> str:

@@ -4,10 +4,10 @@
     decode    one token after `length` tokens and those of the steps before, in the model's cache
     train     forward, backward and AdamW step of `length` tokens
 
-With a baseline, the two models take turns, step by step, so that other load on the machine meets
+With a baseline, the two models take turns, step by step, so that other load on the machine affects
 both. Steps are timed by CUDA events on a GPU, otherwise by the clock. Memory is the model's
-weights, what it holds between steps (cache, optimizer) and what the step added at its peak: what
-PyTorch allocated on a GPU, or the process held in RAM (Linux).
+weights, what it holds between steps (cache, optimizer) and what the step adds at its peak:
+allocated by PyTorch on a GPU, or held by the process in RAM (Linux).
 """
 
 import gc
@@ -23,25 +23,23 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from typing_extensions import NotRequired
 
-from coca_hf.checkout import now
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import BeyondPositions, is_out_of_memory, processes
-from coca_hf.evaluate.loaded_model import LoadedModel
+from coca_hf.evaluate.loaded_model import LoadedModel, Rope, processes, use_rope_
 from coca_hf.evaluate.perplexity import keeps_logits
-from coca_hf.evaluate.rope import Rope, use_rope_
+from coca_hf.evaluate.progress import Progress
 from coca_hf.evaluate.rows import (
     Count,
     Identity,
-    Measurement,
     Positive,
-    Progress,
     Row,
     Run,
     Setting,
     about_model,
+    is_out_of_memory,
 )
-from coca_hf.evaluate.tables import NBSP, Table, each_table
+from coca_hf.evaluate.tables import NBSP, Measurement, Table, each_table
 from coca_hf.page import Fold, Grid, Part
+from coca_hf.provenance import now
 
 MODES = ("prefill", "decode", "train")
 SEED = 0  # of the tokens
@@ -67,14 +65,14 @@ class SpeedRow(Row):
 
 
 class Step(NamedTuple):
-    """What is timed. held_bytes: between steps, besides the weights."""
+    """A step to time. held_bytes: between steps, besides the weights."""
 
     run: Callable[[], Any]
     held_bytes: Callable[[], int] = lambda: 0
 
 
 def parse_modes(text: str) -> list[str]:
-    """`"prefill,train"` as a list. Raises CocaError for what is none of `MODES`."""
+    """`"prefill,train"` as a list. Raises CocaError for a name that is not in `MODES`."""
     modes = [part.strip() for part in text.split(",")]
     if unknown := [mode for mode in modes if mode not in MODES]:
         raise CocaError(f"--modes: got {unknown[0]!r}, expected some of {', '.join(MODES)}")
@@ -90,16 +88,15 @@ def speed_rows(
 ) -> Iterator[dict]:
     """Yield rows for every mode, RoPE setting and length, the baseline's before the model's.
 
-    Pairs that the store has are not measured again. Batches have one sequence where the run does
-    not say more.
+    Pairs that the store has are not measured again. By default, batches have one sequence.
 
     Raises CocaError on several processes, for a baseline that rows could not tell from the model,
     and for decoding with a model that keeps no keys and values.
     """
-    if processes().num_processes > 1:
+    if (found := processes().num_processes) > 1:
+        reason = "a timing is of one device, and others beside it would slow it down"
         raise CocaError(
-            f"coca-eval speed: got {processes().num_processes} processes, expected one: a timing "
-            f"is of one device, and others beside it would slow it down; run it without "
+            f"coca-eval speed: got {found} processes, expected one: {reason}; run it without "
             f"accelerate launch"
         )
     loaded, batch_size = run.loaded, run.batch_size or 1
@@ -146,7 +143,7 @@ def speed_rows(
 
 @dataclass
 class _Timing:
-    """What one model took. peak: in bytes."""
+    """The times of one model. peak: in bytes."""
 
     model: Any
     step: Step | None = None
@@ -158,7 +155,7 @@ class _Timing:
 def _measure(
     loaded_models: list[LoadedModel], rope: Rope, settings: dict, progress: Progress
 ) -> list[tuple[dict, list[float]]]:
-    """Results and the times in seconds of every model."""
+    """The results of every model, and its times in seconds."""
     mode, length, batch_size = settings["mode"], settings["length"], settings["batch_size"]
     warmup, repeats = settings["warmup"], settings["repeats"]
     began = time.perf_counter()
@@ -174,7 +171,13 @@ def _measure(
                     one.step = _step(one.model, mode, length, batch_size)
                 taken, peak = _timed(one.step, one.model)
             except (RuntimeError, MemoryError, IndexError) as failure:
-                one.error, one.step, one.seconds, one.peak = _error(failure, length), None, [], None
+                if isinstance(failure, IndexError):
+                    error = f"the model failed on {length} tokens (IndexError: {failure})"
+                elif is_out_of_memory(failure):
+                    error = f"OOM: {' '.join(str(failure).split())[:200]}"
+                else:
+                    raise
+                one.error, one.step, one.seconds, one.peak = error, None, [], None
                 continue
             if number >= warmup:
                 one.seconds.append(taken)
@@ -202,16 +205,8 @@ def _measure(
     return results
 
 
-def _error(failure: Exception, length: int) -> str:
-    if isinstance(failure, IndexError):
-        return BeyondPositions(f"IndexError: {failure}").explain(length)
-    if not is_out_of_memory(failure):
-        raise failure
-    return f"OOM: {' '.join(str(failure).split())[:200]}"
-
-
 def _step(model: Any, mode: str, length: int, batch_size: int) -> Step:
-    """What is timed, on random tokens."""
+    """The step of a mode, on random tokens."""
     only_last = {"logits_to_keep": 1} if keeps_logits(model) else {}
     vocab_size = model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(SEED)
@@ -238,10 +233,8 @@ def _step(model: Any, mode: str, length: int, batch_size: int) -> Step:
     with torch.inference_mode():
         cache = getattr(model(input_ids=ids, use_cache=True, **only_last), "past_key_values", None)
     if cache is None:
-        raise CocaError(
-            f"--modes decode: got {type(model).__name__}, which keeps no keys and values of "
-            f"earlier tokens; leave it out"
-        )
+        problem = f"got {type(model).__name__}, which keeps no keys and values of earlier tokens"
+        raise CocaError(f"--modes decode: {problem}; leave it out")
 
     @torch.inference_mode()
     def decode() -> None:
@@ -258,7 +251,7 @@ def _bytes(tensors: Iterable[Any]) -> int:
 
 
 def _timed(step: Step, model: Any) -> tuple[float, int | None]:
-    """Seconds of a step, and the bytes held before it and added at its peak; None if not known."""
+    """Seconds of a step, and the bytes at its peak; None if these are unknown."""
     held = _bytes(model.parameters()) + step.held_bytes()
     if model.device.type == "cuda":
         torch.cuda.synchronize()
@@ -280,9 +273,9 @@ def _timed(step: Step, model: Any) -> tuple[float, int | None]:
 
 
 def resident_bytes(reset: bool) -> int | None:
-    """Bytes that the process holds in RAM; None where Linux does not say.
+    """Bytes that the process holds in RAM, or its peak since the last `reset`; None if unknown.
 
-    reset: begin a new peak. Without it, returns the peak since then.
+    reset: begin a new peak and return the current bytes. Only Linux tells.
     """
     try:
         if reset:

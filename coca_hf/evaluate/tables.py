@@ -1,15 +1,17 @@
-"""Rows on the page: a table of each measurement, and figures against length."""
+"""How rows are shown: as tables and figures on the page, and as a table in the terminal."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import pyarrow
+import rich.table
 from pyarrow.parquet import read_table
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.rows import Measurement, label, last_trained_length
+from coca_hf.evaluate.rows import label, last_trained_length
 from coca_hf.page import FAR, Bullets, Curve, Figure, Grid, Key, Part, Plot
 
 NBSP = "\N{NO-BREAK SPACE}"
@@ -22,12 +24,37 @@ Points = Mapping[str, Iterable[tuple[Any, float | None]]]  # x and y, by line of
 Spread = Callable[["Table", dict], tuple[float, float] | None]
 
 
+@dataclass(frozen=True)
+class Measurement:
+    """How the rows of a task are read and shown.
+
+    row: the type of its rows. settings: describes what the rows of a table share. cell: the text of
+    a row's value, for rows that have one. parts: of the section on the page, from its tables. raw:
+    the columns that the page reads from each raw table, and their types, of `TYPES`.
+    """
+
+    task: str
+    title: str
+    explanation: str
+    row: Any
+    settings: Callable[[dict], str]
+    cell: Callable[[dict], str]
+    parts: Callable[[list["Table"]], list[Part]]
+    raw: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def show(self, row: dict) -> str:
+        """The value of a row as tables show it."""
+        if row["value"] is not None:
+            return re.sub(r"^-(0\.0+)(?!\d)", r"\1", self.cell(row))  # no minus zero
+        return "OOM" if (row.get("error") or "").startswith("OOM") else "none"
+
+
 @dataclass
 class Table:
     """Rows of one measurement with the same settings, whose values can be compared.
 
-    number: 1 for the first table of its measurement. published: values by length, by the name of a
-    published curve that stands beside them.
+    number: 1 for the first table of its measurement. published: values by length of each published
+    curve to show beside them.
     """
 
     measurement: Measurement
@@ -37,37 +64,38 @@ class Table:
 
     @property
     def settings(self) -> str:
-        """What the rows share, in words."""
+        """The settings that the rows share, in words."""
         return self.measurement.settings(self.rows[0])
 
     @property
     def lengths(self) -> list[int]:
-        """In tokens, without the null of rows that have no length."""
+        """In tokens; rows of some benchmarks have none."""
         return sorted({row["length"] for row in self.rows if row["length"] is not None})
 
     @property
     def trained_lengths(self) -> list[int]:
-        """In tokens, of all models that say theirs."""
+        """In tokens, of all models whose trained length is known."""
         return sorted({length for row in self.rows if (length := last_trained_length(row))})
 
     @property
     def series(self) -> dict[str, list[dict]]:
-        """The rows of each line of the table by its label, in order of length.
+        """The rows of each line of the table by its name, in order of length.
 
-        The label is model and RoPE setting. Where two lines have the same one, the path and dtype
-        of their models tell them apart.
+        The name is the model and its RoPE setting, with path and dtype if two lines share it.
         """
         lines: dict[tuple, list[dict]] = {}
         for row in self.rows:
             lines.setdefault((label(row), row["model_path"], row["dtype"]), []).append(row)
         count = Counter(name for name, _, _ in lines)
         return {
-            name if count[name] == 1 else f"{name} ({path}, {dtype})": sorted(rows, key=_length)
+            name if count[name] == 1 else f"{name} ({path}, {dtype})": sorted(
+                rows, key=lambda row: row["length"] or 0
+            )
             for (name, path, dtype), rows in lines.items()
         }
 
     @property
-    def values(self) -> "Points":
+    def values(self) -> Points:
         """The values of each line by length."""
         return {
             name: [(row["length"], row["value"]) for row in rows]
@@ -98,7 +126,7 @@ class Table:
         }
 
     def curves(self, points: Points, marked: bool = True) -> list[Curve]:
-        """A curve of each line that has points."""
+        """A curve for each line that has points."""
         keys = self.keys(marked)
         return [
             Curve(keys[name], *map(list, zip(*some, strict=True))) for name, some in points.items()
@@ -107,7 +135,7 @@ class Table:
     def figure(
         self, name: str, alt: str, caption: str, points: Points, y_label: str, **options: Any
     ) -> Figure:
-        """The `points` of each line. name: of the figure. options: of `Plot`, and `marked`."""
+        """A figure of the `points` of each line. options: those of `Plot`, and `marked`."""
         curves = self.curves(points, options.pop("marked", True))
         return Figure(self.named(name), alt, caption, Plot(curves, y_label, **options))
 
@@ -150,9 +178,9 @@ class Table:
         )
 
     def read_raw(self, row: dict, name: str) -> list[dict] | None:
-        """The lines of a raw table of a row; None where its file is not there.
+        """The lines of a row's raw table; None if its file is absent.
 
-        Raises CocaError where the file lacks columns that the measurement declares.
+        Raises CocaError if the file lacks columns that the measurement declares.
         """
         path, columns = row["raw"].get(name), self.measurement.raw[name]
         if path is None or not path.is_file():
@@ -175,14 +203,14 @@ class Table:
 
 
 def text_settings(row: dict) -> str:
-    """The documents of a row in words: where they are from, their number and their cut."""
+    """The documents of a row in words: their source, their number and where they are cut."""
     count = len(row["document_names"])
     cut = f" cut to {row['max_tokens']} tokens" if row["max_tokens"] else ""
     return f"{data_of(row)}, {count} document{'s' * (count > 1)}{cut}"
 
 
 def data_of(row: dict) -> str:
-    """The source of documents; for a data set on the hub, with the subset and revision."""
+    """The source of documents, with the subset and revision of a data set on the hub."""
     asked = {"subset": row.get("subset"), "revision": row.get("data_revision")}
     return ", ".join([row["data"], *(f"{name} {value}" for name, value in asked.items() if value)])
 
@@ -198,7 +226,7 @@ def grid_of(
     columns: dict[T, str],
     muted: frozenset = frozenset(),
 ) -> Grid:
-    """A table of cells by line and column. columns: their names."""
+    """A table of cells by line and column. columns: their names. muted: numbers of lines."""
     cells = [[name, *(of_line.get(key, "") for key in columns)] for name, of_line in lines.items()]
     return Grid([corner, *columns.values()], cells, numbers_from=1, muted=muted)
 
@@ -212,7 +240,7 @@ def powers(base: int, points: Points) -> list[float]:
 def against_length(
     table: Table, y_label: str, y_scale: str, spread: Spread | None = None
 ) -> list[Part]:
-    """Figure and grid of values against length, with published curves and reasons for missing ones.
+    """Figure and grid of values against length, and why values are missing.
 
     y_scale: of the `Plot`. spread: the band of a row.
     """
@@ -245,5 +273,26 @@ def against_length(
     return [figure, table.grid(), *table.missing()]
 
 
-def _length(row: dict) -> int:
-    return row["length"] or 0  # benchmarks of lm-eval have none
+def results_table(measurement: Measurement, rows: list[dict]) -> rich.table.Table:
+    """Rows of one task against length for the terminal: a line for each model and RoPE setting.
+
+    Mode, benchmark, metric and filter tell lines apart if the rows have them.
+    """
+    lengths = list(dict.fromkeys(row["length"] for row in rows))
+    kinds = [name for name in ("mode", "benchmark", "metric") if name in rows[0]]
+    filters = {row.get("filter") for row in rows if row["value"] is not None}
+    kinds += ["filter"] * (len(filters) > 1)
+    count = Counter(name for name, _ in {(row["model"], row["model_path"]) for row in rows})
+    title = measurement.task + (" by context length" if lengths != [None] else "")
+    columns = ("value" if length is None else str(length) for length in lengths)
+    table = rich.table.Table("model", "rope", *kinds, *columns, title=title)
+    lines: dict[tuple, dict] = {}
+    for row in rows:
+        model = row["model_path" if count[row["model"]] > 1 else "model"]
+        line = (model, *(str(row[name]) for name in ("rope", *kinds)))
+        lines.setdefault(line, {})[row["length"]] = row
+    for line, by_length in lines.items():
+        cells = (by_length.get(length) for length in lengths)
+        shown = ["" if row is None else row["error"] or measurement.show(row) for row in cells]
+        table.add_row(*line, *shown)
+    return table

@@ -1,9 +1,8 @@
-"""lm-eval's tasks in this process, as rows: whether a model that reads further still knows what it
-knew.
+"""lm-eval's tasks, run in this process: what a model that reads further still knows.
 
-`opencompass` stands for the lm-eval tasks nearest the suites behind the four dimensions of the
+`opencompass` stands for the lm-eval tasks nearest to the suites behind the four dimensions of the
 paper's table 5 (`DIMENSIONS`); its numbers are not OpenCompass's own. `ruler` lengths run lm-eval's
-RULER at those lengths: all of its tasks, or those that are named.
+RULER at those lengths: all of its tasks, or those named.
 """
 
 import difflib
@@ -11,6 +10,7 @@ import hashlib
 import itertools
 import json
 import math
+import random
 import statistics
 import sys
 import time
@@ -20,19 +20,23 @@ from functools import cache, partial
 from numbers import Real
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-from accelerate.utils import broadcast_object_list
+import numpy as np
+import torch
 from typing_extensions import NotRequired
 
-from coca_hf.checkout import now, versions
 from coca_hf.errors import CocaError, first_line
-from coca_hf.evaluate.batches import Batches, NoValue
-from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
-from coca_hf.evaluate.rope import Rope, trained_length, use_rope_
-from coca_hf.evaluate.rows import Count, Identity, Measurement, Row, Run, Setting
-from coca_hf.evaluate.tables import NBSP, Table
+from coca_hf.evaluate.loaded_model import (
+    LoadedModel,
+    Rope,
+    check_vocabulary,
+    trained_length,
+    use_rope_,
+)
+from coca_hf.evaluate.rows import Batches, Count, Identity, NoValue, Row, Run, Setting
+from coca_hf.evaluate.tables import NBSP, Measurement, Table
 from coca_hf.page import Grid, Part
+from coca_hf.provenance import now, versions
 
 DIMENSIONS = {
     "reasoning": ("piqa", "social_iqa", "hellaswag", "copa", "rte"),
@@ -42,8 +46,8 @@ DIMENSIONS = {
 }
 GROUP = "opencompass"
 RULER = "ruler"
-SEED = 1234  # of the drawn examples before a question: lm-eval's own
-# RULER's tasks that make up their text; the others fetch essays (niah_single_2 and _3,
+SEED = 1234  # of the examples drawn before a question: lm-eval's default
+# RULER's tasks that generate their text; the others download essays (niah_single_2 and _3,
 # niah_multikey_1, niah_multivalue, niah_multiquery) or questions (ruler_qa_squad, ruler_qa_hotpot).
 WITHOUT_NETWORK = (
     *("niah_single_1", "niah_multikey_2", "niah_multikey_3"),
@@ -52,13 +56,12 @@ WITHOUT_NETWORK = (
 
 
 class TasksRow(Row):
-    """A row for each metric of a benchmark. RULER's value is the mean over its tasks of each one's
-    mean.
+    """A row for each metric of a benchmark. RULER's value is the mean of its tasks' means.
 
     The raw table `samples` has benchmark (in a group, one of its tasks), case (lm-eval's doc_id),
-    target, response (text that the model generated) or loglikelihoods (nats: of every choice, or of
-    the text), score (the metric of this document, null where it is no number) or parts (the numbers
-    that the metric is computed from, such as log-likelihood and words).
+    target, response (generated text) or loglikelihoods (nats: of every choice, or of the text), and
+    score (the metric of this document, null if it is not a number) or parts (the numbers that the
+    metric is computed from, such as log-likelihood and words).
     """
 
     length: Identity[Count | None]  # RULER's, in tokens; null for others
@@ -70,32 +73,31 @@ class TasksRow(Row):
     limit: Setting[int | None]
     data_hash: NotRequired[Identity[str | None]]  # of the files of your own tasks
     seed: NotRequired[Identity[int]]
-    stderr: NotRequired[float | None]  # null where the metric is no mean over cases
+    stderr: NotRequired[float | None]  # null if the metric is not a mean over cases
     scored: NotRequired[int]  # cases
     dimension: str | None  # a key of `DIMENSIONS`, "ruler" or null
-    metrics: NotRequired[int]  # rows that the benchmark has
+    metrics: NotRequired[int]  # rows of the benchmark
 
 
 def parse_tasks(text: str, include_path: str | None = None) -> list[str]:
-    """`"hellaswag,opencompass"` as lm-eval's names, each once, and a tag as its tasks.
+    """`"hellaswag,opencompass"` as lm-eval's names, each once, with tags replaced by their tasks.
 
     include_path: a directory of your own tasks.
 
-    Raises CocaError where lm-eval is not installed, where it knows no such task or one without a
-    number of its own, and where there is no such directory.
+    Raises CocaError if lm-eval is not installed, does not know a task, has no number for a group of
+    tasks, or there is no such directory.
     """
     if include_path is not None and not Path(include_path).is_dir():
-        raise CocaError(
-            f"--include-path: got {include_path!r}, expected a directory of lm-eval tasks"
-        )
+        problem = f"got {include_path!r}, expected a directory of lm-eval tasks"
+        raise CocaError(f"--include-path: {problem}")
     manager = _task_manager(include_path)
-    known = manager.all_tasks
     names: list[str] = []
     for name in (part.strip() for part in text.split(",")):
         names += itertools.chain(*DIMENSIONS.values()) if name == GROUP else [name]
+    tasks: list[str] = []
     for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, [*known, GROUP], n=3)
+        if name not in manager.all_tasks:
+            near = difflib.get_close_matches(name, [*manager.all_tasks, GROUP], n=3)
             hint = f"; nearest: {', '.join(near)}" if near else ""
             expected = f"{GROUP} or a task that lm-eval knows"
             raise CocaError(f"--tasks: got {name!r}, expected {expected}{hint}")
@@ -105,14 +107,12 @@ def parse_tasks(text: str, include_path: str | None = None) -> list[str]:
                 f"--tasks: got {name!r}, a group without a metric of its own, expected its tasks; "
                 f"{entry.yaml_path} names them"
             )
-    tags = {
-        name: sorted(manager.task_index[name].tags) for name in names if name in manager.all_tags
-    }
-    return list(dict.fromkeys(itertools.chain(*(tags.get(name, [name]) for name in names))))
+        tasks += sorted(entry.tags) if name in manager.all_tags else [name]
+    return list(dict.fromkeys(tasks))
 
 
 def ruler_tasks() -> list[str]:
-    """lm-eval's names of RULER's tasks, and of all of them together."""
+    """lm-eval's name of RULER, and those of its tasks."""
     return [RULER, *_ruler_manager().task_index[RULER].cfg["task"]]
 
 
@@ -128,8 +128,7 @@ def task_rows(
     Dynamic NTK is fixed for RULER's length, otherwise for the trained one. Benchmarks that the
     store has are not run again.
 
-    Raises CocaError where a benchmark cannot be run: its data are not there, or a package of its
-    own.
+    Raises CocaError if a benchmark cannot be run: its data or a package that it needs are missing.
     """
     of_ruler = [name for name in names if name in ruler_tasks()] if names else []
     if of_ruler and not run.lengths:
@@ -140,13 +139,14 @@ def task_rows(
     wanted += itertools.product(of_ruler or [RULER], run.lengths)
 
     def settings_of(rope: Rope, name: str, length: int | None) -> dict:
+        dimensions = (key for key, names in DIMENSIONS.items() if name in names)
         settings = {
             "task": "tasks",
             "rope": str(rope),
             "length": length,
             "seed": SEED,
             "benchmark": name,
-            "dimension": _dimension(name, length),
+            "dimension": RULER if length else next(dimensions, None),
             "data_hash": definitions,
             "shots": shots,
             "limit": limit,
@@ -156,13 +156,13 @@ def task_rows(
         with_lm_eval = settings["versions"] | {"lm-eval": versions("lm-eval").get("lm-eval")}
         return settings | {"versions": with_lm_eval}
 
-    by_lm_eval = ("metric", "filter")  # what a benchmark has of these is in its results
+    by_lm_eval = ("metric", "filter")  # known once a benchmark has run
 
     def measured(rope: Rope, wanted: list[dict]) -> list[dict]:
         (settings,) = wanted
         rows = run.store.find(TasksRow, settings, by_lm_eval)
         done = {(row["metric"], row["filter"]) for row in rows}
-        batches = run.batches(f"tasks  {settings['benchmark']}")
+        batches = run.batches(f"tasks  {settings['benchmark']}", settings["length"] or "too many")
         for result, samples in _measure(run.loaded, rope, settings, include_path, batches):
             if (result["metric"], result["filter"]) not in done:
                 rows.append(run.store.append(TasksRow, settings | result, {"samples": samples}))
@@ -178,21 +178,19 @@ def _measure(
 ) -> list[tuple[dict, list[dict]]]:
     """The result of every metric of a benchmark, and its samples.
 
-    Where memory ran out, there is one result without a metric.
+    If there is no value, there is one result without a metric.
     """
     name, length, began = settings["benchmark"], settings["length"], time.perf_counter()
     use_rope_(loaded.model, rope, length or trained_length(loaded.model.config) or 2048)
     found: list[tuple[dict, list[dict]]] = [({"metric": None, "filter": None, "value": None}, [])]
     error = None
     try:
-        # lm-eval gives its results on the first process only.
-        output = _evaluate(loaded, settings, include_path, batches)
-        found = broadcast_object_list([_metrics(output, name, length)])[0]
+        found = _metrics(_evaluate(loaded, settings, include_path, batches), name, length)
     except NoValue as failure:
-        error = failure.explain(length or "too many")
+        error = str(failure)
     except CocaError:
         raise
-    except Exception as failure:  # data sets, packages and lm-eval itself raise what they raise
+    except Exception as failure:  # data sets, packages and lm-eval itself raise anything
         reason = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
         if length and name not in WITHOUT_NETWORK:
             reason += f"; without a network, run {', '.join(WITHOUT_NETWORK)}"
@@ -227,9 +225,9 @@ def _files_hash(directory: Path) -> str:
 
 @contextmanager
 def _watching(loaded: LoadedModel, benchmark: str) -> Iterator[list[bool]]:
-    """Whether there was a NaN among the logits of each forward inside.
+    """Whether each forward inside had a NaN among its logits.
 
-    Raises CocaError, in the forward, for token ids that the model does not embed.
+    Raises CocaError, in the forward, for token ids without an embedding.
     """
     nans: list[bool] = []
 
@@ -253,33 +251,31 @@ def _watching(loaded: LoadedModel, benchmark: str) -> Iterator[list[bool]]:
 
 def _evaluate(
     loaded: LoadedModel, settings: dict, include_path: str | None, batches: Batches
-) -> dict[str, Any] | None:
-    """lm-eval's output; None on all processes but the first.
-
-    Every process answers its share of the contexts and gets all answers; lm-eval knows of one
-    process only.
+) -> dict[str, Any]:
+    """lm-eval's output, on every process: each answers its share of the contexts and gets all
+    answers. lm-eval knows of one process only.
     """
-    from lm_eval import simple_evaluate
+    from lm_eval import evaluate
     from lm_eval.models.huggingface import HFLM
 
     length = settings["length"]
     model = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, max_length=length)
 
     def tokens(request: Any) -> int:
-        """In the sequence that the model gets, with room for its answer."""
+        """The tokens that the model gets, with room for its answer."""
         texts = [part for part in request.args if isinstance(part, str)]
         new_tokens = model.max_gen_toks if request.request_type == "generate_until" else 0
         return min(len(model.tok_encode("".join(texts))), model.max_length) + new_tokens
 
     def dealt(answer: Callable, requests: list[Any]) -> list[Any]:
-        # Longest first, so that memory runs out early. Requests of one context stay together, as
-        # one forward may answer them all.
+        # Longest first, so that memory runs out early. Requests of one context stay together: one
+        # forward may answer them all.
         texts = [request.args[0] for request in requests]
         order = sorted(range(len(texts)), key=lambda i: (-len(texts[i]), texts[i], i))
         contexts = [list(same) for _, same in itertools.groupby(order, key=lambda i: texts[i])]
 
         def compute(batch: list[list[int]]) -> list[tuple[list[Any], bool]]:
-            # lm-eval cuts a long text into windows, in batches of this size
+            # lm-eval cuts a long text into windows, and batches these itself
             model.batch_size_per_gpu = len(batch)
             with _watching(loaded, settings["benchmark"]) as nans:
                 found = iter(
@@ -297,25 +293,23 @@ def _evaluate(
     for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
         setattr(model, kind, partial(dealt, getattr(model, kind)))
     manager = _ruler_manager(length, loaded.path) if length else _task_manager(include_path)
-    # lm-eval describes the machine in every result, for which it runs pip; rows do so themselves
-    with mock.patch("torch.utils.collect_env.get_pretty_env_info", return_value=""):
-        return simple_evaluate(
-            model,
-            tasks=[settings["benchmark"]],
-            num_fewshot=settings["shots"],
-            limit=settings["limit"],
-            fewshot_random_seed=settings["seed"],
-            bootstrap_iters=0,
-            task_manager=manager,
-        )
+    # As simple_evaluate of lm-eval does, which also runs pip to describe the machine
+    random.seed(0)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+    tasks = manager.load([settings["benchmark"]])
+    for task in tasks["tasks"].values():
+        own, shots = task.get_config("num_fewshot"), settings["shots"]
+        if own is None or (shots is not None and own != 0):
+            task.set_config(key="num_fewshot", value=shots or 0)
+        task.set_fewshot_seed(seed=settings["seed"])
+    return evaluate(model, tasks, limit=settings["limit"], bootstrap_iters=0)
 
 
 def _metrics(
-    output: dict[str, Any] | None, name: str, length: int | None
+    output: dict[str, Any], name: str, length: int | None
 ) -> list[tuple[dict, list[dict]]]:
-    """Every number that lm-eval gives for `name`, with its samples where it has any."""
-    if output is None:
-        return []
+    """Every number that lm-eval gives for `name`, with its samples if it has any."""
     if length is not None:
         return _ruler_mean(output, str(length))
     scored = sum(sizes["effective"] for sizes in output.get("n-samples", {}).values())
@@ -337,8 +331,9 @@ def _metrics(
 
 
 def _stderr(scores: list[float | None], value: float) -> float | None:
-    """The standard error of a `value` that is the mean of scores; None for another. lm-eval gives
-    it only with bootstraps, which print, fork and take minutes.
+    """The standard error of a `value` that is the mean of the scores, otherwise None.
+
+    lm-eval gives it only with bootstraps, which print, fork and take minutes.
     """
     known = [score for score in scores if score is not None]
     if len(scores) < 2 or len(known) < len(scores) or not math.isfinite(value):
@@ -349,7 +344,7 @@ def _stderr(scores: list[float | None], value: float) -> float | None:
 
 
 def _ruler_mean(output: dict[str, Any], length: str) -> list[tuple[dict, list[dict]]]:
-    """The mean over RULER's tasks, with equal weights; lm-eval's own group has 4096 tokens only."""
+    """The mean over RULER's tasks, with equal weights; lm-eval's own group only has 4096 tokens."""
     samples = [
         _line(task, sample, length) for task, some in output["samples"].items() for sample in some
     ]
@@ -364,7 +359,7 @@ def _ruler_mean(output: dict[str, Any], length: str) -> list[tuple[dict, list[di
 
 
 def _line(benchmark: str, sample: dict[str, Any], metric: str) -> dict:
-    """A document's line of the raw table."""
+    """The line of a document in the raw table."""
     score, answers = sample.get(metric), sample["filtered_resps"]
     likelihoods = [answer[0] if isinstance(answer, tuple) else answer for answer in answers]
     return {
@@ -386,19 +381,13 @@ def _are_numbers(values: Sequence) -> bool:
     return all(isinstance(value, Real) for value in values)
 
 
-def _dimension(name: str, length: int | None) -> str | None:
-    if length:
-        return RULER
-    return next((key for key, names in DIMENSIONS.items() if name in names), None)
-
-
 @cache
 def _task_manager(include_path: str | None) -> Any:
-    """It reads every task's file, which takes a while."""
+    """The manager of all tasks, whose files take a while to read."""
     manager = _managers()
     try:
         return manager(include_path=include_path)
-    except Exception as error:  # of files that are YAML and no tasks
+    except Exception as error:  # files may be YAML and not tasks
         raise CocaError(
             f"--include-path {include_path}: lm-eval cannot read its tasks ({first_line(error)})"
         ) from error
@@ -406,9 +395,9 @@ def _task_manager(include_path: str | None) -> Any:
 
 @cache
 def _ruler_manager(length: int | None = None, tokenizer: str | None = None) -> Any:
-    """The manager of RULER's tasks alone, which make their own cases.
+    """The manager of RULER's tasks, which generate their cases for a length in tokens.
 
-    length: in tokens. tokenizer: its path.
+    tokenizer: its path.
     """
     managers = _managers()
     directory = Path(sys.modules[managers.__module__].__file__).with_name(RULER)  # type: ignore[arg-type]
@@ -429,7 +418,7 @@ def _settings(row: dict) -> str:
 
 
 def _shots(row: dict) -> str:
-    """Examples before a question, and the number of cases where they were cut."""
+    """Examples before a question, and the number of cases if that is limited."""
     shots = "the task's own shots" if row["shots"] is None else f"{row['shots']} shots"
     return shots + (f", first {row['limit']} cases" if row["limit"] else "")
 
@@ -447,11 +436,12 @@ def _parts(tables: list[Table]) -> list[Part]:
         row = table.rows[0]
         metric = f"{row['metric']} ({row['filter']})"
         for length in table.lengths or (None,):
-            cells = {}
-            for name, rows in table.series.items():
-                for found in rows:
-                    if found["length"] == length:
-                        cells[name] = MEASUREMENT.show(found)
+            cells = {
+                name: MEASUREMENT.show(found)
+                for name, rows in table.series.items()
+                for found in rows
+                if found["length"] == length
+            }
             benchmark = row["benchmark"] + (f" at {length}" if length else "")
             facts = [benchmark, row["dimension"] or "", metric, _shots(row)]
             lines.append([*facts, *(cells.get(name, "") for name in names)])

@@ -1,5 +1,6 @@
 """Sections as one HTML file that needs nothing else: no script, no font, no request to any host."""
 
+import re
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -9,7 +10,7 @@ from coca_hf.page import Figure, Grid, Section
 from coca_hf.report.plots import COLORS, draw, key_svg, to_svg
 
 SVG_WIDTH = 5.0  # inches: 360 units, the width of a telephone, so text there keeps its 10.5 pixels
-# The COLORS of plots in dark mode, in the same order
+# COLORS in dark mode, in the same order
 DARK_COLORS = ("#5cb3ec", "#ff9a5c", "#3fcfa2", "#e69ac6", "#9fd3f5", "#e8b84a", "#cfcfcf")
 
 
@@ -22,17 +23,15 @@ def html(page: Section) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["rows"] = _rows
-    environment.filters["kind"] = lambda part: type(part).__name__
-    environment.filters["svg"] = _svg
-    environment.filters["swatch"] = lambda key: Markup(key_svg(key))
-    environment.filters["anchor"] = _anchor
+    environment.filters |= {
+        "rows": _rows,
+        "kind": lambda part: type(part).__name__,
+        "svg": _svg,
+        "swatch": lambda key: Markup(key_svg(key)),
+        "anchor": lambda title: re.sub(r"[\W_]", "-", title.lower()),
+    }
     template = environment.get_template("report.html.j2")
     return template.render(page=page, colors=COLORS, dark_colors=DARK_COLORS)
-
-
-def _anchor(title: str) -> str:
-    return "".join(sign if sign.isalnum() else "-" for sign in title.lower())
 
 
 def _rows(parts: list) -> list[list]:

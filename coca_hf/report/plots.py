@@ -16,7 +16,7 @@ from PIL import Image
 
 from coca_hf.page import FAR, Curve, Heat, Key, Plot
 
-# After Okabe and Ito, for all eyes; three are darker, so that all have a contrast of 3 on white
+# After Okabe and Ito, for colour-blind readers; three are darker, for a contrast of 3 on white
 COLORS = ("#0072b2", "#d55e00", "#009068", "#b8578f", "#2e8bc0", "#a87000", "#444444")
 DASHES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D")
@@ -60,13 +60,13 @@ def draw(drawing: Plot | Heat, width: float, height: float, legend: bool) -> Fig
         if isinstance(drawing, Heat):
             _draw_heat(figure, axes, drawing)
         else:
-            _draw_plot(axes, drawing, legend)
+            _draw_plot(axes, drawing, width, legend)
         return figure
 
 
 def look(key: Key) -> dict[str, Any]:
-    """Colour tells models apart, dashes and markers their RoPE settings; from the eighth model on,
-    hollow ones.
+    """Colour tells models apart, dashes and markers their RoPE settings; the eighth model and later
+    ones have hollow markers.
     """
     if key.published:
         marker = PUBLISHED_MARKERS[key.style % len(PUBLISHED_MARKERS)]
@@ -80,7 +80,7 @@ def look(key: Key) -> dict[str, Any]:
 
 
 def to_png(figure: Figure) -> bytes:
-    """For a paper or a README: 200 dpi, with a palette, which takes a third of the bytes."""
+    """For a paper or a README: 200 dpi, with a palette, which saves two thirds of the bytes."""
     drawn, png = io.BytesIO(), io.BytesIO()
     with matplotlib.rc_context(STYLE):
         figure.savefig(drawn, format="png", dpi=200)
@@ -91,8 +91,7 @@ def to_png(figure: Figure) -> bytes:
 
 
 def to_svg(figure: Figure, name: str, alt: str) -> str:
-    """For a page: text stays text, and every colour of this file becomes the page's own variable of
-    that name.
+    """For a page: text stays text, and the colours of this file become the page's variables.
 
     name: unique on the page; it keeps the ids inside the drawing apart.
     """
@@ -128,10 +127,10 @@ def key_svg(key: Key) -> str:
         return svg.replace('role="img" aria-label=""', 'aria-hidden="true"')
 
 
-def _draw_plot(axes: Axes, plot: Plot, legend: bool) -> None:
+def _draw_plot(axes: Axes, plot: Plot, width: float, legend: bool) -> None:
     values = [value for curve in plot.curves for value in curve.values]
     xs = plot.ticks or sorted({x for curve in plot.curves for x in curve.xs})
-    xs = xs[(len(xs) - 1) % 2 :: 2] if len(xs) > 9 else xs  # so that they do not touch
+    xs = xs[(len(xs) - 1) % 2 :: 2] if len(xs) > 9 else xs  # ticks must not touch
     banded = sum(any(curve.band or []) for curve in plot.curves)
     shade = min(0.15, 0.4 / max(banded, 1))
     lines = [_draw_curve(axes, curve, shade) for curve in plot.curves]
@@ -141,16 +140,14 @@ def _draw_plot(axes: Axes, plot: Plot, legend: bool) -> None:
         axes.set_xscale("log", base=2)
     axes.set_xticks(xs, [_short(x) for x in xs])
     axes.xaxis.set_minor_locator(NullLocator())
-    _mark_trained_lengths(axes, xs, plot.trained_lengths, at_top=plot.y_scale != "share")
-    for x, name in plot.borders:
-        _mark(axes, x, name, side=1, at_top=True)
     if plot.y_scale == "share":
         axes.set_ylim(-0.03, 1.05)  # room for whole markers at 0 and 1
     elif plot.y_scale == "zero":
         axes.set_ylim(bottom=0)
-    # a logarithmic axis needs a number
+    # A logarithmic axis needs a number
     elif plot.y_scale == "log" and any(value and value <= FAR for value in values):
         _log_values(axes)
+    _mark(axes, plot, xs, width * 72 * (0.6 if legend else 0.8))
     if legend and len(lines) > 1:
         lines.sort(key=lambda line: -_last(line.get_ydata()))
         axes.legend(handles=lines, loc="center left", bbox_to_anchor=(1.01, 0.5))
@@ -160,7 +157,7 @@ def _draw_curve(axes: Axes, curve: Curve, shade: float) -> Any:
     values = [math.nan if value is None or value > FAR else value for value in curve.values]
     style = look(curve.key)
     if len(curve.xs) > 20:
-        style["markevery"] = len(curve.xs) // 10  # all of them would hide the line
+        style["markevery"] = len(curve.xs) // 10  # more would hide the line
     label = _plain(curve.key.label)
     (line,) = axes.plot(curve.xs, values, label=label, clip_on=False, zorder=3, **style)
     missing = [x for x, value in zip(curve.xs, values, strict=True) if math.isnan(value)]
@@ -189,7 +186,7 @@ def _draw_heat(figure: Figure, axes: Axes, heat: Heat) -> None:
                 axes.text(x + 0.5, y + 0.5, f"{share:.2f}", **style)
     axes.set_title(_plain(heat.title), fontsize=10.5, loc="left")
     for axis, names in ((axes.xaxis, heat.columns), (axes.yaxis, heat.lines)):
-        step = -(-len(names) // 12)  # so that names do not touch
+        step = -(-len(names) // 12)  # names must not touch
         axis.set_ticks([place + 0.5 for place in range(0, len(names), step)], names[::step])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
@@ -200,27 +197,32 @@ def _draw_heat(figure: Figure, axes: Axes, heat: Heat) -> None:
         figure.colorbar(colors, ax=axes).outline.set_visible(False)
 
 
-def _mark_trained_lengths(axes: Axes, ticks: list[float], lengths: list[int], at_top: bool) -> None:
-    """A dashed line at each trained length on the plot or within an octave of it; an arrow's word
-    for longer ones.
+def _mark(axes: Axes, plot: Plot, ticks: list[float], points: float) -> None:
+    """Dashed lines at borders, and at trained lengths on the plot or within an octave of it. An
+    arrow stands for longer ones.
+
+    Names stand above the axes, out of the way of curves, in several rows if they would overlap.
+    points: the width of the axes, about.
     """
     first, last = ticks[0], ticks[-1]
-    for length in lengths:
-        if first / 2 <= length <= last * 2:
-            side = 1 if length <= first else -1  # at the left edge, its name stands inside
-            _mark(axes, length, f"trained at {_short(length)}", side, at_top)
-    if beyond := [length for length in lengths if length > last * 2]:
-        text = f"trained at {', '.join(map(_short, beyond))} \N{RIGHTWARDS ARROW}"
-        axes.set_title(text, loc="right", fontsize=8.5, color=MUTED)
-
-
-def _mark(axes: Axes, x: float, name: str, side: int, at_top: bool) -> None:
-    """A dashed line across, with its name to the right of it (side 1) or to the left (-1)."""
-    axes.axvline(x, color=MUTED, linestyle=(0, (5, 4)), linewidth=1.1, zorder=1)
-    style: Any = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
-    style |= {"ha": "left" if side == 1 else "right", "va": "top" if at_top else "bottom"}
-    style |= {"rotation": 90, "fontsize": 8.5, "color": MUTED, "zorder": 1}
-    axes.annotate(name, (x, 0.98 if at_top else 0.04), (3 * side, 0), **style)
+    on_plot = [length for length in plot.trained_lengths if first / 2 <= length <= last * 2]
+    marks = [*plot.borders, *((length, f"trained at {_short(length)}") for length in on_plot)]
+    for x, _ in marks:
+        axes.axvline(x, color=MUTED, linestyle=(0, (5, 4)), linewidth=1.1, zorder=1)
+    to_axes = axes.transData + axes.transAxes.inverted()
+    axes.get_xlim()  # which the lines may have extended
+    places = [(to_axes.transform((x, 1))[0], name) for x, name in sorted(marks)]
+    if beyond := [length for length in plot.trained_lengths if length > last * 2]:
+        lengths = ", ".join(map(_short, beyond))
+        places.append((1.0, f"trained at {lengths} \N{RIGHTWARDS ARROW}"))
+    ends: list[float] = []  # of each row
+    for place, name in places:
+        width = 5.5 * len(name) / points
+        left = min(max(place - width / 2, 0), max(1 - width, 0))
+        row = next((row for row, end in enumerate(ends) if end < left), len(ends))
+        ends[row : row + 1] = [left + width]
+        style: Any = {"xycoords": "axes fraction", "textcoords": "offset points"}
+        axes.annotate(name, (left, 1), (0, 5 + 11 * row), fontsize=8.5, color=MUTED, **style)
 
 
 def _log_values(axes: Axes) -> None:
@@ -234,7 +236,7 @@ def _log_values(axes: Axes) -> None:
 
 
 def _last(values) -> float:
-    """The last value that is a number, else 0."""
+    """The last value that is a number, otherwise 0."""
     return next((float(value) for value in reversed(values) if value == value), 0.0)
 
 
@@ -247,5 +249,5 @@ def _short(length: float) -> str:
 
 
 def _plain(text: str) -> str:
-    """`text` in lines of a figure's width, a dollar no beginning of mathematics."""
+    """`text` in lines of a figure's width, its dollars not taken for mathematics."""
     return "\n".join(textwrap.wrap(text, 44)).replace("$", r"\$")

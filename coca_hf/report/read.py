@@ -9,19 +9,19 @@ from pydantic import TypeAdapter, ValidationError
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.measurements import MEASUREMENTS
-from coca_hf.evaluate.rows import BESIDE, fields, label, latest, read_rows, shared
+from coca_hf.evaluate.rows import BESIDE, SHARED, fields, label, latest, marked, read_rows
 from coca_hf.evaluate.tables import Table
 
 
 def read_tables(runs: Sequence[Path]) -> list[Table]:
     """The tables of the directories `runs`, in the order of `MEASUREMENTS`.
 
-    Of rows that measure the same, the latest counts. Rows get `model_states` and `text_states`: the
-    fingerprints of the model of this name and path, and the hashes of the documents of this table
-    that it was measured on, in all rows. There is one of each, unless files have changed. The `raw`
-    of a row becomes paths, whose files may be absent.
+    The latest row of a measurement counts. Rows get `model_states` and `text_states`, which have
+    several elements if files have changed: the fingerprints, in all rows, of the model of this name
+    and path, and the hashes of the documents of this table. A row's `raw` becomes paths, whose
+    files may be absent.
 
-    Raises CocaError where a directory has no rows, or a line is no row.
+    Raises CocaError if a directory has no rows, or a line is not a row.
     """
     rows = [row for run in runs for row in sorted(_read(run), key=lambda row: row["date"])]
     models: dict[tuple, set] = {}
@@ -33,7 +33,7 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
         row["model_states"].add(row.get("fingerprint"))
         row["text_states"].add(row.get("data_hash"))
     found = latest(rows, _measured)
-    # A benchmark that fails has a row without a metric. Once it is answered, it has one for each.
+    # A failed benchmark has a row without a metric; once it succeeds, it has a row for each
     answered = {
         _measured(row | {"metric": None, "filter": None}): row["date"]
         for row in found.values()
@@ -53,11 +53,11 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
 
 
 def _table_of(row: dict) -> tuple:
-    return row["task"], shared(MEASUREMENTS[row["task"]].row, row)
+    return row["task"], marked(MEASUREMENTS[row["task"]].row, SHARED, row)
 
 
 def _measured(row: dict) -> tuple:
-    """What rows that measure the same have in common."""
+    """The settings that make rows one measurement."""
     return label(row), row["model_path"], row["dtype"], row["length"], _table_of(row)
 
 
@@ -78,8 +78,11 @@ def _read(run: Path) -> list[dict]:
     return rows
 
 
+_checker = cache(TypeAdapter)
+
+
 def _check_row(row: dict, row_type: Any, where: str) -> None:
-    """Raise CocaError where a field of `row_type` is missing or has a value of another type."""
+    """Raise CocaError if a field of `row_type` is missing or its value has another type."""
     if missing := row_type.__required_keys__ - row.keys():
         raise CocaError(f"{where}: got a row without {', '.join(sorted(missing))}; delete it")
     absent = [name for name in fields(row_type, BESIDE) if row.get(name) is None]
@@ -91,8 +94,3 @@ def _check_row(row: dict, row_type: Any, where: str) -> None:
     for name in wrong:
         problem = f"got a row with {name} {row[name]!r}, no value of coca-eval's; delete it"
         raise CocaError(f"{where}: {problem}")
-
-
-@cache
-def _checker(row_type: Any) -> TypeAdapter:
-    return TypeAdapter(row_type)

@@ -52,7 +52,7 @@ class Calibration(BaseModel):
 
 
 class Conversion(BaseModel):
-    """The fields of conversion.json, which every stage hands on, that the page uses."""
+    """The fields of conversion.json that the page uses."""
 
     calibration: Calibration | None = None
 
@@ -60,8 +60,7 @@ class Conversion(BaseModel):
 class Point(NamedTuple):
     """A loss in nats per token.
 
-    seconds: of the start's calibration and the run's training, its earlier stages included; None
-    in old logs.
+    seconds: of calibration and of training, earlier stages included; None in old logs.
     """
 
     tokens: int
@@ -71,26 +70,24 @@ class Point(NamedTuple):
 
 @dataclass
 class StageCurve:
-    """One stage. `held_out`: before the stage and after it at least."""
+    """One stage. `held_out`: at least before and after it."""
 
     name: str
     training: list[Point] = field(default_factory=list)
     held_out: list[Point] = field(default_factory=list)
-    record: Record | None = None  # None for a stage that is not complete
+    record: Record | None = None  # None if the stage is not complete
 
 
 @dataclass
 class Recovery:
-    """What a directory that coca-train wrote says about its losses."""
+    """The losses in a directory that coca-train wrote."""
 
     name: str
     stages: list[StageCurve]
 
 
 def read_recovery(out_dir: Path) -> Recovery | None:
-    """The curves in `out_dir`, or None where coca-train has not made it.
-
-    Unfinished stages are read as far as they are.
+    """The curves in `out_dir`, unfinished stages included; None if coca-train did not write it.
 
     Raises CocaError for a line of a log or a record that cannot be read. A last line without its
     end is left out: it is being written, or was when the run was killed.
@@ -190,7 +187,7 @@ def _complete(recoveries: Sequence[Recovery]) -> Iterator[tuple[str, str, Record
 
 
 def _read_stage(directory: Path, seconds: float) -> StageCurve:
-    """seconds: that lie before the stage."""
+    """seconds: before the stage."""
     stage = StageCurve(directory.name.partition("-")[2])
     for number, text in enumerate((directory / LOG).read_bytes().split(b"\n")[:-1], 1):
         try:

@@ -1,24 +1,26 @@
-"""The page in its three forms: Markdown for a README, PNGs for a paper, one HTML file to read."""
+"""The page: its sections, as Markdown for a README, PNGs for a paper and one HTML file."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from coca_hf.errors import CocaError, one_line
+from coca_hf.evaluate.loaded_model import check_choice
 from coca_hf.evaluate.measurements import MEASUREMENTS
-from coca_hf.evaluate.rows import Measurement
-from coca_hf.evaluate.tables import Table
+from coca_hf.evaluate.rows import last_trained_length
+from coca_hf.evaluate.tables import Measurement, Table, data_of
 from coca_hf.files import replace_text, replacing
-from coca_hf.page import Part, Section, Text, escape, markdown
+from coca_hf.page import Bullets, Code, Fold, Grid, Part, Section, Text, escape, markdown
 from coca_hf.report.html import html
 from coca_hf.report.plots import draw, to_png
 from coca_hf.report.read import read_tables
 from coca_hf.report.recovery import read_recovery, recovery
-from coca_hf.report.sections import how_made, models, surroundings
 
 TITLE = "Evaluation"
 PAPER = json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
-PUBLISHED = tuple(PAPER["perplexity"])  # what --paper takes
+PUBLISHED = tuple(PAPER["perplexity"])  # the names that --paper takes
+LITTLE_TRAINING = 1_000_000_000  # tokens; the paper trained on 7.5 billion in each stage
 
 
 def write_report(
@@ -28,10 +30,10 @@ def write_report(
 
     A directory that coca-train wrote gives its recovery curve instead.
 
-    paper: names of the published curves to show, of `PUBLISHED`. title: of the page. Returns the
-    path of `report.html`. Every file replaces its predecessor whole, the HTML last.
+    paper: names of published curves to show, of `PUBLISHED`. title: of the page. Returns the path
+    of `report.html`. Every file replaces its predecessor atomically, the HTML last.
 
-    Raises CocaError where a directory has no rows, a line is no row, a name is unknown, or the page
+    Raises CocaError if a directory has no rows, a line is not a row, a name is unknown, or the page
     cannot be written.
     """
     page = read_page(runs, paper, title)
@@ -52,27 +54,31 @@ def write_report(
 def read_page(runs: Sequence[Path], paper: Sequence[str] = (), title: str = TITLE) -> Section:
     """The page of the directories `runs`, with nothing drawn yet.
 
-    Models first, then a section for each measurement, the recovery in training, and how numbers
+    Models first, then a section for each measurement, the recovery in training, and how the numbers
     were made. Raises CocaError as `write_report` does.
     """
-    if unknown := [name for name in paper if name not in PUBLISHED]:
-        expected = f"one of {', '.join(PUBLISHED)}"
-        raise CocaError(f"--paper: got {unknown[0]!r}, expected {expected}")
+    for name in paper:
+        check_choice("--paper", name, PUBLISHED)
     recoveries = {run: found for run in runs if (found := read_recovery(run))}
     tables = read_tables([run for run in runs if run not in recoveries])
     for table in tables:
-        table.published = _published(table.measurement.task, paper)
+        families = PAPER.get(table.measurement.task, {})
+        table.published = {
+            name: dict(zip(PAPER["lengths"], values, strict=True))
+            for family in paper
+            for name, values in families.get(family, {}).items()
+        }
     sections = [
-        models(tables) if tables else None,
-        *(_section(one, tables) for one in MEASUREMENTS.values()),
+        _models(tables) if tables else None,
+        *(_measured(one, tables) for one in MEASUREMENTS.values()),
         recovery([*recoveries.values()]),
-        how_made(tables) if tables else None,
+        _how_made(tables) if tables else None,
     ]
     return Section(title, [section for section in sections if section])
 
 
 def tables_markdown(tables: Sequence[Table]) -> str:
-    """`tables`, at least one, as Markdown, without figures, for a model card."""
+    """`tables`, at least one, as Markdown without figures, for a model card."""
     parts: list[str] = []
     for table in tables:
         about = table.measurement
@@ -82,13 +88,13 @@ def tables_markdown(tables: Sequence[Table]) -> str:
         ]
     rows = [row for table in tables for row in table.rows]
     dates = sorted(row["date"][:10] for row in rows)
-    machines = "; ".join(dict.fromkeys(map(surroundings, rows)))
+    machines = "; ".join(dict.fromkeys(map(_surroundings, rows)))
     made = f"Measured by coca-eval from {dates[0]} to {dates[-1]} on {machines}."
     return "\n\n".join([*parts, escape(made)])
 
 
-def _section(measurement: Measurement, tables: list[Table]) -> Section | None:
-    """The section of a measurement; None where there are no rows for it."""
+def _measured(measurement: Measurement, tables: list[Table]) -> Section | None:
+    """The section of a measurement; None if it has no rows."""
     own = [table for table in tables if table.measurement is measurement]
     if not own:
         return None
@@ -103,11 +109,116 @@ def _section(measurement: Measurement, tables: list[Table]) -> Section | None:
     return Section(measurement.title, [*parts, *measurement.parts(own)])
 
 
-def _published(task: str, paper: Sequence[str]) -> dict[str, dict[int, float | None]]:
-    """The published values of a task by length, by the name of their curve."""
-    families = PAPER.get(task, {})
-    return {
-        name: dict(zip(PAPER["lengths"], values, strict=True))
-        for family in paper
-        for name, values in families.get(family, {}).items()
-    }
+def _models(tables: Sequence[Table]) -> Section:
+    """The models, how much they were trained, and what to know before comparing their numbers."""
+    rows = [row for table in tables for row in table.rows]
+    found = {(row["model"], row["model_path"], row["dtype"]): row for row in rows}
+    lines = []
+    for (name, _, dtype), row in found.items():
+        constraint, kept = row["coca_constraint"], row.get("coca_kept_layers")
+        attention = f"CoCA, {constraint}" if constraint else row.get("model_type") or ""
+        attention += f", layers kept: {len(kept)}" if kept else ""
+        window = row.get("coca_kept_window")
+        attention += f" with a window of {window:,} tokens" if window else ""
+        still = row.get("coca_partial_rotary_layers")
+        attention += f", layers partially rotated: {len(still)}" if still else ""
+        seen = f"{row['tokens_seen']:,}" if row["tokens_seen"] is not None else ""
+        length = last_trained_length(row)
+        lines.append([name, attention, dtype, f"{length:,}" if length else "", seen])
+    header = ["model", "attention", "dtype", "trained length", "tokens seen"]
+    notices = [*_little_training(rows), *_changed(rows), *_of_other_texts(tables)]
+    grid = Grid(header, lines, numbers_from=3)
+    return Section("Models", [grid, *(Text(notice, notice=True) for notice in notices)])
+
+
+def _little_training(rows: list[dict]) -> list[str]:
+    """A notice about models that have hardly been trained."""
+    seen = {row["model"]: row["tokens_seen"] for row in rows if row["tokens_seen"] is not None}
+    little = {model: tokens for model, tokens in seen.items() if tokens < LITTLE_TRAINING}
+    if not little:
+        return []
+    names = ", ".join(f"{model}: {tokens:,}" for model, tokens in little.items())
+    paper = (
+        "The paper trained on 7.5 billion tokens in each of three stages; minutes of training show "
+        "the machinery, not the paper's result."
+    )
+    return [f"Little training. Tokens seen: {names}. {paper}"]
+
+
+def _changed(rows: list[dict]) -> list[str]:
+    """Notices about models whose numbers were measured on several states of files or documents."""
+    return [
+        f"{model}: its rows are of {count} states of {what}; of each measurement the latest row is "
+        f"shown, so numbers of one line may not belong together."
+        for what, states in (("its files", "model_states"), ("its documents", "text_states"))
+        for model, count in {
+            row["model"]: len(row[states]) for row in rows if len(row[states]) > 1
+        }.items()
+    ]
+
+
+def _of_other_texts(tables: Sequence[Table]) -> list[str]:
+    """Notices about tables of models that read different texts under the same names."""
+    notices = []
+    for table in tables:
+        latest = max(table.rows, key=lambda row: row["date"]).get("text_hash")
+        others = [row for row in table.rows if row.get("text_hash") not in (latest, None)]
+        if latest and others:
+            names = ", ".join(dict.fromkeys(row["model"] for row in others))
+            notices.append(
+                f"{table.measurement.title}, {table.settings}: the text of these documents changed "
+                f"before the latest number; measure {names} again to compare."
+            )
+    return notices
+
+
+def _how_made(tables: Sequence[Table]) -> Section:
+    """The settings, machine and command of every row."""
+    rows = [row for table in tables for row in table.rows]
+    parts: list[Part] = []
+    for table in tables:
+        title = f"{table.measurement.title}: {table.settings}"
+        parts.append(Fold(title, [*_row_by_row(table), *_documents(table.rows[0])]))
+    absent = [path for row in rows for path in row["raw"].values() if not path.is_file()]
+    if absent:
+        first = os.path.relpath(absent[0])
+        problem = f"{len(absent)} files of raw results are not beside their rows"
+        text = f"{problem}: what is drawn from them is left out (the first: {first})."
+        parts.append(Text(text, notice=True))
+    commands = dict.fromkeys(row["command"] for row in rows)
+    paths = dict.fromkeys(f"{row['model']}: {row['model_path']}" for row in rows)
+    parts.append(Fold("Commands and paths", [Code("\n".join(commands)), Bullets([*paths])]))
+    return Section("How each number was made", [*parts])
+
+
+def _surroundings(row: dict) -> str:
+    """The machine and the versions of a row."""
+    versions = row["versions"] | ({"commit": row["commit"]} if row.get("commit") else {})
+    said = ", ".join(f"{package} {number}" for package, number in versions.items())
+    return f"{row['device']}; {said}"
+
+
+def _row_by_row(table: Table) -> list[Part]:
+    """A line for each number, and the machines and versions that made them."""
+    machines: dict[str, int] = {}
+    lines = []
+    for name, rows in table.series.items():
+        for row in rows:
+            machine = machines.setdefault(_surroundings(row), len(machines) + 1)
+            numbers = [row.get(key) for key in ("length", "stride", "tokens", "seed")]
+            length, stride, tokens, seed = ("" if n is None else str(n) for n in numbers)
+            tokens = f"{row['tokens']:,}" if tokens else ""
+            cells = [name, length, stride, tokens, seed, row["dtype"]]
+            lines.append([*cells, f"{row['seconds']:.1f}", row["date"], f"[{machine}]"])
+    header = ["model", "length", "stride", "tokens", "seed"]
+    header += ["dtype", "seconds", "date", "made with"]
+    made_with = [f"[{number}] {machine}" for machine, number in machines.items()]
+    return [Grid(header, lines, numbers_from=1), Bullets(made_with)]
+
+
+def _documents(row: dict) -> list[Part]:
+    if "document_names" not in row:
+        return []
+    skipped = row.get("skipped_documents", [])
+    names = [*row["document_names"], *(f"{n} (empty or too short, left out)" for n in skipped)]
+    return [Fold(f"Documents of {data_of(row)}", [Bullets(names)])]

@@ -30,11 +30,11 @@ from transformers import (
 from transformers.integrations import TensorBoardCallback
 
 from coca_hf.card import write_card
-from coca_hf.checkout import commit, now, versions
 from coca_hf.documents import is_on_hub
 from coca_hf.errors import CocaError, library_errors, one_line
 from coca_hf.files import remove_unfinished, replace_text, size_in_words, sync
 from coca_hf.models.hub import without_paths
+from coca_hf.provenance import commit, now, versions
 from coca_hf.train import model as models
 from coca_hf.train.data import Blocks, Corpus, DealtBlocks
 from coca_hf.train.flops import count_flops

@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from coca_hf.convert import calibrate
 from coca_hf.convert.calibrate import (
     LEAK,
-    Seen,
+    AttentionInputs,
     divergences,
     fit,
     folded,
@@ -103,7 +103,7 @@ def main() -> None:
         seen = run_original(layer, states, states, positions, angles)
         if number in options.layers:
             split = [
-                Seen(*both)
+                AttentionInputs(*both)
                 for both in zip(
                     *(part.split([len(ids) for ids in parts]) for part in seen), strict=True
                 )
@@ -129,10 +129,10 @@ def main() -> None:
 
 def measured(
     start: CocaAttention,
-    held_out: Seen,
-    twice: Seen,
-    text: Seen,
-    repeated: Seen,
+    held_out: AttentionInputs,
+    twice: AttentionInputs,
+    text: AttentionInputs,
+    repeated: AttentionInputs,
     options: argparse.Namespace,
 ) -> Iterator[dict]:
     kinds, wanted = kinds_of_heads(maps_of(held_out)), lookups(maps_of(twice))
@@ -156,9 +156,10 @@ def measured(
     yield row("start", start)
     for tokens in options.tokens:
         some, more = (
-            Seen(*(part[: tokens // part.shape[1]] for part in seen)) for seen in (text, repeated)
+            AttentionInputs(*(part[: tokens // part.shape[1]] for part in seen))
+            for seen in (text, repeated)
         )
-        both = Seen(*(torch.cat(parts) for parts in zip(some, more, strict=True)))
+        both = AttentionInputs(*(torch.cat(parts) for parts in zip(some, more, strict=True)))
         fits = [("and as many repeated", both, LEAK)]
         if tokens == options.tokens[0]:
             fits = [("ReLU's gradient", some, 0.0), ("", some, LEAK), *fits]
@@ -167,19 +168,19 @@ def measured(
             calibrate.LEAK = leak
             fit(attention, blocks, options.passes, seed=0)
             yield row(f"{tokens:,} tokens" + f", {name}" * bool(name), attention)
-    few = Seen(*(part[: options.free_blocks] for part in held_out))
+    few = AttentionInputs(*(part[: options.free_blocks] for part in held_out))
     found = free_divergences(start, few, options.free_steps)
     yield {"fit": f"free, {options.free_steps} steps", "held_out": by_kind(found, kinds)}
 
 
-def log_maps(attention: CocaAttention, q: Tensor, t: Tensor, seen: Seen) -> Tensor:
+def log_maps(attention: CocaAttention, q: Tensor, t: Tensor, seen: AttentionInputs) -> Tensor:
     """CoCA's log maps, (b, h, m, n), from queries (b, h, m, d) and coefficients (b, g, n, j)."""
     rows = torch.arange(q.shape[2]).expand(len(q), -1)
     query, key = folded(attention, q, t, (seen.cos, seen.sin), rows)
     return (scores(query, key) + later_keys(rows, q.shape[2])).log_softmax(-1)
 
 
-def maps_of(seen: Seen) -> Tensor:
+def maps_of(seen: AttentionInputs) -> Tensor:
     """The original's maps, (b, h, m, n)."""
     rows = torch.arange(seen.inputs.shape[1]).expand(len(seen.inputs), -1)
     return (
@@ -209,11 +210,11 @@ def heads(masses: list[float]) -> list[int]:
 
 
 @torch.no_grad()
-def dead(attention: CocaAttention, text: Seen) -> float:
+def dead(attention: CocaAttention, text: AttentionInputs) -> float:
     return 1 - (attention.coefficients(text.inputs) > 0).any(2).any(0).float().mean().item()
 
 
-def free_divergences(attention: CocaAttention, seen: Seen, steps: int) -> Tensor:
+def free_divergences(attention: CocaAttention, seen: AttentionInputs, steps: int) -> Tensor:
     """The divergence of every head, (h,), with free queries and coefficients for every token, which
     start from those of `attention`.
     """

@@ -33,7 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import LlamaConfig
 
 from coca_hf import convert_checkpoint
-from coca_hf.convert import calibrate, calibration, layer_pairs
+from coca_hf.convert import calibration, layer_pairs
 
 aten = torch.ops.aten
 BLOCK_BYTES = 512  # CUDA's allocator gives whole ones
@@ -104,7 +104,7 @@ def measure(folder: Path, tokens: int, block: int, storage: str) -> dict:
 
 
 def convert(folder: Path, tokens: int, block: int, device: str, storage: str) -> None:
-    with patch.object(calibrate, "_storage", lambda *_: "cpu" if storage == "cpu" else device):
+    with patch.object(calibration, "_storage", lambda *_: "cpu" if storage == "cpu" else device):
         convert_checkpoint(
             folder / "source",
             folder / "coca",
@@ -136,9 +136,10 @@ class PretendedGpu(TorchDispatchMode):
             finally:
                 self._counts = False
 
-        plain, supported = calibration.calibrate, "_get_fused_kernels_supported_devices"
+        plain = calibration.CalibrationRun.fit_layers
+        supported = "_get_fused_kernels_supported_devices"
         with (
-            patch.object(calibration, "calibrate", counted),
+            patch.object(calibration.CalibrationRun, "fit_layers", counted),
             # what torch chooses on a GPU for float32
             patch.object(layer_pairs, "scaled_dot_product_attention", memory_efficient_attention),
             patch(f"torch.optim.optimizer.{supported}", lambda: ["meta"]),

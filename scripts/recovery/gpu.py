@@ -34,11 +34,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from coca_hf import convert_checkpoint
 from coca_hf.documents import read_documents
 from coca_hf.evaluate.copying import copying_rows
-from coca_hf.evaluate.loaded_model import load_model
+from coca_hf.evaluate.loaded_model import Rope, load_model
 from coca_hf.evaluate.passkey import passkey_rows
 from coca_hf.evaluate.position import position_rows
 from coca_hf.evaluate.recall import recall_rows
-from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.rows import RowStore, Run
 from coca_hf.evaluate.sample import draw_sample
 from coca_hf.train.lookups import Lookups

@@ -1,4 +1,4 @@
-"""What tests of conversion read of checkpoints, and change in them."""
+"""Helpers that read and edit checkpoints."""
 
 import json
 import multiprocessing
@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from coca_hf import CocaError, convert_checkpoint
 
 PROCESSES = multiprocessing.get_context("forkserver")
-# and what they import, which each process would import for itself
+# they and their imports would otherwise be imported by each process
 PROCESSES.set_forkserver_preload(
     ["coca_hf", *(f"tests.convert.test_{name}" for name in ("interrupted", "destination"))]
 )
@@ -34,14 +34,14 @@ def edit_config(directory, **fields):
 
 
 def edit_weights(directory, change, name="model.safetensors"):
-    """change: of the tensors by name, in place."""
+    """change: edits the tensors, by name, in place."""
     tensors = load_file(directory / name)
     change(tensors)
     save_file(tensors, directory / name, metadata={"format": "pt"})
 
 
 def weights_of(directory):
-    """All tensors by name, of however many files."""
+    """All tensors by name, from all files."""
     files = sorted(directory.glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
@@ -72,7 +72,7 @@ def files_of(directory):
 
 
 def index(directory, weight_map):
-    """Make a sharded checkpoint of a single one, whose weights are then in a.safetensors."""
+    """Turn a single-file checkpoint into a sharded one, with its weights in a.safetensors."""
     (directory / "model.safetensors").rename(directory / "a.safetensors")
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 

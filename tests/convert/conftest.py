@@ -1,4 +1,4 @@
-"""What tests of the command share."""
+"""Fixtures of the tests of conversion."""
 
 import contextlib
 import functools
@@ -10,8 +10,9 @@ import pytest
 
 from coca_cli import main
 from coca_hf import convert_checkpoint
+from coca_hf.convert.config import Form
 from coca_hf.convert.layer_pairs import LayerPairs
-from coca_hf.convert.layout import Form, Layout
+from coca_hf.convert.layout import Layout
 from coca_hf.convert.source import open_source
 from tests.models.families import stock_model
 
@@ -57,9 +58,7 @@ def refusal(convert):
 
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory):
-    """`converted(case, constraint, kept)`: directories of the source and of what it became, and the
-    record.
-    """
+    """`converted(case, constraint, kept)`: the directories of source and result, and the record."""
 
     @functools.cache
     def convert_once(case, constraint="slack", kept=()):
@@ -84,6 +83,13 @@ def text(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("".join(f"{n} times {n % 7} is {n * (n % 7)}; " for n in range(400)))
     return file
+
+
+@pytest.fixture
+def calibrating(text):
+    """Options of `convert_checkpoint` for a short calibration."""
+    amounts = {"calibrate_tokens": 256, "calibrate_block": 32, "calibrate_passes": 2}
+    return amounts | {"calibrate_on": str(text), "device": "cpu"}
 
 
 @pytest.fixture

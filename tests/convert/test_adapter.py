@@ -1,4 +1,4 @@
-"""`--adapter`: a base with a LoRA adapter converts to the bits that peft's merge_and_unload gives."""
+"""`--adapter`: a base with a LoRA adapter converts to the bits of peft's merge_and_unload."""
 
 import shutil
 
@@ -22,7 +22,7 @@ RANK = 3
 
 
 def make_adapter(base, directory, dtype=torch.float32, targets="all-linear", **options):
-    """An adapter whose B, which peft starts at zero, is random, too."""
+    """An adapter with a random B, which peft would start at zero."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     config = peft.LoraConfig(r=RANK, lora_alpha=7, target_modules=targets, **options)
@@ -35,7 +35,7 @@ def make_adapter(base, directory, dtype=torch.float32, targets="all-linear", **o
 
 
 def merge(base, adapter, directory):
-    """What peft makes of them."""
+    """The checkpoint that peft merges."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     peft.PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(directory)
     for file in base.glob("tokenizer*"):
@@ -86,12 +86,10 @@ def test_the_fused_projection_of_gpt_neox_is_merged_before_it_is_split(tmp_path)
     assert_same_weights(tmp_path / "dst", tmp_path / "expected")
 
 
-def test_a_calibration_is_on_the_merged_model(base, adapter, text, tmp_path):
-    options = {"calibrate_on": str(text), "calibrate_tokens": 128, "calibrate_block": 32}
-    options |= {"calibrate_passes": 2, "device": "cpu"}
-    convert_checkpoint(base, tmp_path / "dst", adapter=adapter, **options)
+def test_a_calibration_is_on_the_merged_model(base, adapter, calibrating, tmp_path):
+    convert_checkpoint(base, tmp_path / "dst", adapter=adapter, **calibrating)
     merged = merge(base, adapter, tmp_path / "merged")
-    convert_checkpoint(merged, tmp_path / "expected", **options)
+    convert_checkpoint(merged, tmp_path / "expected", **calibrating)
     assert_same_weights(tmp_path / "dst", tmp_path / "expected")
 
 
@@ -113,7 +111,7 @@ def test_record_and_card_name_the_adapter_and_its_hash_follows_weights_and_facto
     assert "- adapter: mine, merged\n" in card
 
 
-def test_what_was_written_with_an_adapter_is_not_taken_up_without_it(base, adapter, tmp_path):
+def test_a_conversion_without_the_adapter_does_not_continue_one_with_it(base, adapter, tmp_path):
     def interrupt(done, total):
         if done > total / 2:
             raise KeyboardInterrupt
@@ -178,10 +176,7 @@ REFUSED = {
         lambda d: edit_adapter(d, lora_alpha=float("nan")),
         "got r=3, lora_alpha=nan, expected a rank from 1 and a number",
     ),
-    "another rank": (
-        lambda d: edit_adapter(d, r=4),
-        "got ranks [3, 3] of lora_A and lora_B for model.layers.0.mlp.down_proj.weight, expected 4",
-    ),
+    "another rank": (lambda d: edit_adapter(d, r=4), "got ranks [3, 3] of lora_A and lora_B for"),
     "half a pair": (
         lambda d: edit_tensors(d, lambda t: t.pop(f"{Q0}.lora_B.weight")),
         "got ranks [3, None] of lora_A and lora_B for model.layers.0.self_attn.q_proj.weight",

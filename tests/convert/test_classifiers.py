@@ -1,4 +1,4 @@
-"""Heads for sequences and for tokens in the place of the language head, over every family."""
+"""Sequence and token classifiers of every family."""
 
 import copy
 
@@ -29,7 +29,7 @@ EVERY_CLASSIFIER = pytest.mark.parametrize(
 
 
 def stock_classifier(family, head):
-    """Transformers' own, with random weights, of which no bias is zero."""
+    """Transformers' own model with random weights, where no bias is zero."""
     torch.manual_seed(7)
     config = stock_config(ONE_CASE_EACH[family], id2label={0: "bad", 1: "so-so", 2: "good"})
     model = HEADS[head].from_config(config, attn_implementation="sdpa").double().eval()
@@ -44,7 +44,7 @@ def class_name(family, head):
 
 
 def padded():
-    """Three texts, (3, 19), of which two are padded, on the right and on the left; and their mask."""
+    """Three texts, (3, 19), one padded on the right and one on the left, and their mask."""
     ids = torch.randint(1, 89, (3, 19), generator=torch.Generator().manual_seed(8))
     mask = torch.ones_like(ids)
     mask[1, 11:] = mask[2, :6] = 0

@@ -1,6 +1,4 @@
-"""A LLaMA checkpoint becomes a CoCA checkpoint that loads anywhere, with the weights that it should
-have.
-"""
+"""A converted LLaMA checkpoint loads anywhere and has the weights that it should have."""
 
 import copy
 import json
@@ -42,22 +40,6 @@ def saved(model, directory, **options):
             torch.nn.init.normal_(parameter)
     model.save_pretrained(directory, **options)
     return directory
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"num_key_value_heads": 6}, {"num_key_value_heads": 1, "tie_word_embeddings": True}],
-    ids=["mha", "mqa-tied"],
-)
-def test_converted_checkpoint_loads_clean_and_equals_the_patched_model(tmp_path, fields):
-    model = llama(**fields)
-    saved(model, tmp_path / "src")
-    convert_checkpoint(tmp_path / "src", tmp_path / "dst")
-    converted, info = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "dst", output_loading_info=True
-    )
-    assert not any(info.values())
-    assert torch.equal(converted(IDS).logits, patch_(model)(IDS).logits)
 
 
 def test_every_weight_but_k_proj_is_carried_over_bit_for_bit(tiny_llama_dir, tiny_coca_dir):
@@ -124,7 +106,7 @@ def test_dtype_is_the_sources_or_the_one_asked_for(tmp_path, dtype, expected):
     ("stated", "expected"), [("bfloat16", "bfloat16"), ("float64", "float16"), (None, "float16")]
 )
 def test_dtype_of_mixed_weights_is_the_stated_one_or_that_of_most_bytes(tmp_path, stated, expected):
-    """The first tensor, the embedding, is float32; the last norm is bfloat16; all else is float16."""
+    """The embedding, which comes first, is float32, the last norm bfloat16, and the rest float16."""
     source = saved(llama(intermediate_size=400).half(), tmp_path / "src")
     embedding, norm = "model.embed_tokens.weight", "model.norm.weight"
     edit_weights(source, lambda w: w.update({embedding: w[embedding].float()}))
@@ -150,28 +132,38 @@ def test_a_dtype_too_narrow_for_the_numbers_is_refused_by_tensor(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bfloat16", "src"]
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     ("constraint", "fits", "overflows"), [("strict", 720, 730), ("slack", 855, 870)]
 )
-def test_both_numbers_of_a_pair_count_in_what_float16_can_square(
-    tmp_path, constraint, fits, overflows
+def test_a_query_bias_whose_pairs_float16_cannot_square_is_refused(
+    tmp_path, constraint, fits, overflows, stored
 ):
-    source = saved(llama(attention_bias=True), tmp_path / "src")
+    source = saved(llama(attention_bias=True).to(stored), tmp_path / "src")
     name = "model.layers.1.self_attn.q_proj.bias"
     half = AutoConfig.from_pretrained(source).head_dim // 2
 
     def store(size):
-        bias = torch.zeros(6 * 2 * half)
+        bias = torch.zeros(6 * 2 * half, dtype=stored)
         bias[1], bias[1 + half] = size, -size
         edit_weights(source, lambda w: w.update({name: bias}))
 
     store(fits)
     convert_checkpoint(source, tmp_path / "fits", constraint, dtype="float16")
     store(overflows)
-    message = f"tensor {name}: got numbers up to 1.* squares float16"
-    refuses(message, source, tmp_path / "dst", constraint, dtype="float16")
+    refusal = rf"tensor {name}: got numbers up to 1.*, whose squares float16 cannot hold, expected "
+    refuses(refusal, source, tmp_path / "dst", constraint, dtype="float16")
+    refuses(refusal, source, tmp_path / "dst", constraint, dtype="float16", keep_layers=[0])
+    convert_checkpoint(source, tmp_path / "kept", constraint, dtype="float16", keep_layers=[1])
+    convert_checkpoint(source, tmp_path / "bfloat16", constraint, dtype="bfloat16")
+    model = LlamaForCausalLM.from_pretrained(source, dtype=torch.float16)
+    with pytest.raises(CocaError, match=refusal):
+        patch_(model, constraint)
+    assert type(model) is LlamaForCausalLM
+    patch_(copy.deepcopy(model), constraint, keep_layers=[1])
+    patch_(model.bfloat16(), constraint)
     q = torch.zeros(1, 1, 1, 2 * half)
-    q[..., 1] = q[..., 1 + half] = fits  # the worst angle turns the pair onto its larger product
+    q[..., 1] = q[..., 1 + half] = fits  # the worst angle rotates the pair onto its larger product
     angles = torch.linspace(0, 6.3, 500)
     cos, sin = (f(angles)[None, :, None].expand(1, 500, half) for f in (torch.cos, torch.sin))
     folded = coca_query(q.expand(1, 1, 500, -1), cos[:, None], sin[:, None], constraint)
@@ -185,7 +177,7 @@ def test_a_norm_of_queries_whose_square_float16_cannot_hold_is_refused(tmp_path)
     convert_checkpoint(source, tmp_path / "held", dtype="float16")
     held = AutoModelForCausalLM.from_pretrained(tmp_path / "held", dtype=torch.float16)
     q = torch.zeros(1, 1, 500, d, dtype=torch.float16)
-    q[..., 3] = 5  # all of a query in one number, which the norm makes the root of d
+    q[..., 3] = 5  # a query in a single number, which the norm scales to sqrt(d)
     angles = torch.linspace(0, 6.3, 500)
     cos, sin = (
         f(angles)[None, None, :, None].expand(1, 1, 500, d // 2).half()
@@ -203,34 +195,11 @@ def test_a_norm_of_queries_whose_square_float16_cannot_hold_is_refused(tmp_path)
     convert_checkpoint(source, tmp_path / "dst", dtype="bfloat16")
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.float16])
-def test_a_bias_of_queries_whose_square_float16_cannot_hold_is_refused(tmp_path, stored):
-    source = saved(llama(attention_bias=True).to(stored), tmp_path / "src")
-    name = "model.layers.1.self_attn.q_proj.bias"
-    refusal = rf"tensor {name}: got numbers up to 1040, whose squares float16 cannot hold, expected at most 1024; conv"
-    edit_weights(source, lambda w: w[name][3].fill_(1023))
-    convert_checkpoint(source, tmp_path / "held", dtype="float16")
-    edit_weights(source, lambda w: w[name][3].fill_(-1040))
-    refuses(refusal, source, tmp_path / "dst", dtype="float16")
-    model = LlamaForCausalLM.from_pretrained(source, dtype=torch.float16)
-    with pytest.raises(CocaError, match=refusal):
-        patch_(model)
-    assert type(model) is LlamaForCausalLM
-    # which squares nothing
-    convert_checkpoint(source, tmp_path / "kept", dtype="float16", keep_layers=[1])
-    patch_(copy.deepcopy(model), keep_layers=[1])
-    refuses(refusal, source, tmp_path / "dst", dtype="float16", keep_layers=[0])
-    patch_(model.bfloat16())
-    convert_checkpoint(source, tmp_path / "bfloat16", dtype="bfloat16")
-
-
 @pytest.mark.parametrize(
     "heads", [slice(0, 8), slice(8, 16), slice(0, 16)], ids=["first", "second", "both"]
 )
 def test_a_start_too_small_for_float16_is_refused_there_and_written_in_float32(tmp_path, heads):
-    """Keys of 2e-5 and queries of 20: numbers that float16 has, and a scale that takes W_T below
-    its smallest.
-    """
+    """Keys of 2e-5 and queries of 20 fit into float16, but their scale makes W_T underflow."""
     model = llama()
     attention = model.model.layers[1].self_attn
     with torch.no_grad():
@@ -260,7 +229,7 @@ def test_a_start_too_small_for_float16_is_refused_there_and_written_in_float32(t
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 @pytest.mark.parametrize("head", ["other", "equal", "absent"])
-def test_a_head_of_its_own_is_kept_although_the_config_calls_it_tied(tmp_path, family, head):
+def test_an_untied_head_is_kept_although_the_config_calls_it_tied(tmp_path, family, head):
     fields = {"tie_word_embeddings": True, "vocab_size": 259, "initializer_range": 0.2}
     case = "neox-partial" if family == "gpt_neox" else "llama"
     source = saved(stock_model(case, **fields), tmp_path / "src")
@@ -324,7 +293,7 @@ def test_record_says_what_was_converted_and_by_which_rule(tiny_llama_dir, tiny_c
 
 
 def test_stock_llama_loads_no_coca_checkpoint_unnoticed(tiny_coca_dir):
-    """Forced into LLaMA's class, every key projection is reported missing."""
+    """Forced into LLaMA's class, it reports every key projection missing."""
     _, info = LlamaForCausalLM.from_pretrained(tiny_coca_dir, output_loading_info=True)
     for problem, name in (("missing_keys", "k_proj"), ("unexpected_keys", "t_proj")):
         expected = {f"model.layers.{i}.self_attn.{name}.weight" for i in range(3)}

@@ -1,6 +1,4 @@
-"""Conversion replaces and removes nothing but the checkpoint that it was told to replace, as it was
-at the start.
-"""
+"""Conversion replaces only the checkpoint that it was told to replace, if that has not changed."""
 
 import itertools
 import os
@@ -16,7 +14,7 @@ from tests.convert.checkpoints import PROCESSES, Stop, files_of, record_of, refu
 
 
 def once(action):
-    """A progress callback that acts at its first call: while weights are written."""
+    """A progress callback that acts at its first call, while weights are written."""
     calls = []
 
     def progress(done, total):
@@ -29,7 +27,7 @@ def once(action):
 
 @pytest.fixture
 def old(tmp_path):
-    """A checkpoint that is to be replaced."""
+    """A checkpoint to be replaced."""
     write(tmp_path / "dst" / "config.json", "old")
     write(tmp_path / "dst" / "additional_chat_templates" / "a.jinja", "mine")
     return tmp_path / "dst"
@@ -48,7 +46,7 @@ APPEARS = {
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("appear", APPEARS.values(), ids=APPEARS.keys())
-def test_what_appears_at_the_destination_meanwhile_is_kept_and_the_rerun_goes_on(
+def test_what_appears_at_the_destination_meanwhile_is_kept_and_the_rerun_continues(
     tiny_llama_dir, tmp_path, appear, overwrite
 ):
     dst = tmp_path / "dst"
@@ -95,7 +93,7 @@ def test_overwrite_keeps_a_checkpoint_that_changed_meanwhile(tiny_llama_dir, old
 def test_what_takes_the_place_of_a_checkpoint_that_is_being_replaced_is_kept_beside_it(
     tiny_llama_dir, tmp_path, old
 ):
-    """The state that a kill between the two renames leaves, and a third party since."""
+    """The state after a kill between the two renames, if a third party has written there since."""
     staging = tmp_path / ".dst.incomplete"
     (staging / "checkpoint").mkdir(parents=True)
     old.rename(staging / "replaced")
@@ -113,7 +111,7 @@ def test_what_takes_the_place_of_a_checkpoint_that_is_being_replaced_is_kept_bes
 def test_what_is_left_of_a_replaced_checkpoint_is_removed_by_the_next_run(
     tiny_llama_dir, tmp_path, old
 ):
-    """The state that a kill after the second rename leaves."""
+    """The state after a kill that follows the second rename."""
     shutil.copytree(old, tmp_path / ".dst.incomplete" / "replaced")
     convert_checkpoint(tiny_llama_dir, old, overwrite=True)
     assert [file.name for file in tmp_path.iterdir()] == ["dst"]
@@ -126,10 +124,10 @@ def link_elsewhere(dst):
 
 PLACES = {
     "an empty directory": (lambda dst: dst.mkdir(), False, "exists and is left as it is"),
-    "a file": (lambda dst: dst.touch(), True, "replaces a checkpoint directory only"),
+    "a file": (lambda dst: dst.touch(), True, "--overwrite only replaces checkpoints"),
     "a directory of letters": (
         lambda dst: write(dst / "letters.txt", "mine"),
-        *(True, "--overwrite replaces a checkpoint directory only"),
+        *(True, "--overwrite only replaces checkpoints, directories with a config.json"),
     ),
     "a link": (lambda dst: dst.symlink_to("source"), True, "is the source itself"),
     "a link elsewhere": (link_elsewhere, True, "dst: is a link to other; name the directory itse"),
@@ -174,7 +172,7 @@ def test_an_empty_directory_is_replaced_with_overwrite(tiny_llama_dir, tmp_path)
 
 @pytest.fixture
 def interrupted(tiny_llama_dir, tmp_path):
-    """The staging directory of an interrupted conversion of `tiny_llama_dir`, with shards finished."""
+    """The staging directory of an interrupted conversion with finished shards."""
     seen = []
 
     def stop(done, total):
@@ -197,7 +195,7 @@ def link_shard(kind):
     def link(path, victim):
         shard = sorted(path.glob("model*.safetensors"))[0]
         link_file(kind)(shard, victim)
-        # damaged: made again, at the same place
+        # damaged, so it is written again in the same place
         with (victim / "a.txt").open("ab") as file:
             file.write(b"mine")
 
@@ -242,7 +240,7 @@ def test_a_staging_directory_with_a_link_in_it_is_refused_and_what_it_leads_to_k
     assert not (tmp_path / "dst").exists()
 
 
-def test_the_staging_directory_is_for_its_owner_alone_and_the_destination_for_whom_the_umask_says(
+def test_the_staging_directory_is_private_and_the_destination_follows_the_umask(
     tiny_llama_dir, tmp_path, interrupted
 ):
     assert interrupted.stat().st_mode & 0o777 == 0o700
@@ -319,9 +317,7 @@ def test_a_replaced_checkpoint_that_cannot_be_removed_does_not_undo_the_new_one(
 
 
 def convert_killed(src, dst, number):
-    """Convert, but for a SIGKILL just before the `number`th time that something at or beside `dst`
-    is touched.
-    """
+    """Convert, with a SIGKILL before the `number`th time that a file at or beside `dst` is touched."""
     events, places = itertools.count(1), (str(dst), f".{dst.name}.incomplete")
 
     def hook(event, args):
@@ -338,7 +334,7 @@ def convert_killed(src, dst, number):
 
 
 @pytest.mark.real
-def test_killed_at_every_other_touch_of_a_file_it_has_the_old_checkpoint_or_the_new_and_the_rerun_completes(
+def test_killed_at_any_touch_of_a_file_it_leaves_the_old_or_the_new_checkpoint_and_the_rerun_completes(
     tiny_llama_dir, tmp_path, old
 ):
     def weights(directory):

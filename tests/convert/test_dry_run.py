@@ -1,20 +1,21 @@
-"""`--dry-run`: every check, what would be read and written, and not a byte on the disk."""
+"""`--dry-run`: every check and a plan, without a byte written."""
 
 import errno
 import os
+import re
 import tempfile
 
 import pytest
 import torch
 
 from coca_hf import CocaError, convert_checkpoint
-from coca_hf.convert.staging import locked_staging
+from coca_hf.convert.writer import locked_staging
 from tests.convert.checkpoints import edit_weights, files_of, full_disk, weights_of
 
 
 @pytest.fixture(autouse=True)
 def temporary_files(tmp_path, monkeypatch):
-    """A directory of their own, which the tests find empty again."""
+    """A directory for temporary files, which must be empty again afterwards."""
     directory = tmp_path / "tmp"
     directory.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
@@ -33,6 +34,10 @@ def test_nothing_is_written_and_the_plan_is_what_the_conversion_then_does(
     )
     assert files_of(tmp_path) == before
 
+    plain = converts(tiny_llama_dir, dst, "--dry-run")
+    assert "original attention    kept in no layer" in plain
+    assert "calibrate" not in plain
+
     record = convert_checkpoint(tiny_llama_dir, dst, **options)
     shared = plan.keys() & record.keys() - {"source"}
     assert {"constraint", "dtype", "kept_layers", "parameters"} <= shared
@@ -47,6 +52,8 @@ def test_nothing_is_written_and_the_plan_is_what_the_conversion_then_does(
     assert f"{tiny_llama_dir}: safetensors, {size / 1e6:.2f} MB of weights, files: 1" in printed
     assert f"slack, bfloat16, {num_bytes / 1e6:.2f} MB of weights, files: {len(shards)}" in printed
     assert "original attention    kept in layers 0, 2" in printed
+    took = r"about 7\d\d\.\d\d MB of memory \(from the shapes\) and \d+ s \(from the time to read"
+    assert re.search(f"would take            {took}", printed)
 
 
 def zero_keys(source, dst, monkeypatch):
@@ -95,14 +102,14 @@ def test_what_a_conversion_refuses_is_refused_in_the_same_words(
             convert_checkpoint(source, dst, dry_run=dry_run, **options)
         said.append(str(refused.value))
         assert files_of(tmp_path) == before
-    if "Errno" not in message:  # of another call, on the same path
+    if "Errno" not in message:  # the error is from another call on the same path
         assert said[0] == said[1]
 
 
 def test_a_directory_that_may_not_be_written_is_refused(
     tiny_llama_dir, tmp_path, refusal, monkeypatch
 ):
-    """For root every directory may, but on a disk that is read-only."""
+    """As root, every directory is writable unless the disk is read-only."""
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     printed = refusal(tiny_llama_dir, tmp_path / "dst", "--dry-run")
     assert "dst: not written: [Errno 13] Permission denied" in printed
@@ -144,25 +151,20 @@ def test_an_interrupted_conversion_is_left_to_continue_and_its_shards_count_as_r
 def test_a_calibration_is_planned_with_its_text_and_not_begun(
     tiny_llama_dir, text, tmp_path, converts, refusal, monkeypatch
 ):
-    monkeypatch.setattr("coca_hf.convert.calibration.calibrate", None)
+    monkeypatch.setattr("coca_hf.convert.calibration.CalibrationRun", None)
     options = ("--calibrate", text, "--calibrate-tokens", "256", "--calibrate-block", "32")
     before = files_of(tmp_path)
     printed = converts(
         *(tiny_llama_dir, tmp_path / "dst", "--dry-run", "--device", "cpu"),
         *(*options, "--calibrate-passes", "3", "--keep-layers", "2"),
     )
-    assert "would calibrate       512 tokens, 3 passes, on cpu, with " in printed
-    assert " of memory and " in printed
+    needs = r"about 7\d\d\.\d\d MB of memory \(from the shapes\), 0\.\d\d MB of disk and \d+ s"
+    planned = (
+        rf"would calibrate       512 tokens, 3 passes, on cpu, with {needs} \(from a timed step\)"
+    )
+    assert re.search(planned, printed)
     assert "kept in the layers that calibration finds (2)" in printed
     assert files_of(tmp_path) == before
     text.write_text("short")
     refusal(tiny_llama_dir, tmp_path / "dst", "--dry-run", *options)
     assert files_of(tmp_path).keys() == before.keys()
-
-
-def test_a_plan_without_calibration_keeps_no_layer_and_calibrates_nothing(
-    tiny_llama_dir, tmp_path, converts
-):
-    printed = converts(tiny_llama_dir, tmp_path / "dst", "--dry-run")
-    assert "original attention    kept in no layer" in printed
-    assert "calibrate" not in printed

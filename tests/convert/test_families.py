@@ -1,6 +1,4 @@
-"""A checkpoint of every family becomes a CoCA checkpoint that loads anywhere, and is what its
-weights say it is.
-"""
+"""A checkpoint of every family converts to a CoCA model that loads anywhere."""
 
 import json
 import shutil
@@ -17,7 +15,6 @@ from transformers import (
     GPTNeoXForCausalLM,
 )
 
-import coca_hf
 from coca_hf import AlibiLlamaConfig, AlibiLlamaForCausalLM, convert_checkpoint, patch_
 from coca_hf.convert.config import FAMILIES
 from coca_hf.models.attention import QUERY_SCALE, coca_key, coca_query
@@ -92,9 +89,7 @@ def test_patched_model_equals_the_converted_checkpoint(converted, case, constrai
     [("llama", "slack"), ("qwen2", "strict"), ("qwen3", "slack"), ("neox-partial", "strict")],
 )
 def test_start_bounds_the_scores_by_the_originals_bound(converted, case, constraint):
-    """The worst input of layer 0 is looked for by gradient ascent on the scores themselves: none
-    exceeds the bound.
-    """
+    """No input of layer 0 exceeds the bound; the worst is searched for by gradient ascent."""
     src, dst, _ = converted(case, constraint)
     model = AutoModelForCausalLM.from_pretrained(dst).requires_grad_(False)
     stock = AutoModelForCausalLM.from_pretrained(src)
@@ -102,7 +97,7 @@ def test_start_bounds_the_scores_by_the_originals_bound(converted, case, constra
     hidden, d = model.config.hidden_size, layer.self_attn.head_dim
     generator = torch.Generator().manual_seed(9)
     heads = model.config.num_attention_heads
-    # every head looks for its own
+    # every head searches for its own input
     x = torch.randn(2, heads, 64, hidden, generator=generator).requires_grad_()
     angle = torch.randn(2, heads, 1, 64, d // 2, generator=generator).requires_grad_()
     optimizer = torch.optim.Adam([x, angle], lr=0.1)
@@ -202,7 +197,7 @@ WITHOUT_COCA_HF = [
 
 
 @pytest.mark.real
-def test_loads_and_saves_without_coca_hf_by_its_own_code_where_that_is_allowed_also_as_a_classifier(
+def test_it_loads_and_saves_without_coca_hf_if_its_own_code_is_allowed_also_as_a_classifier(
     tmp_path, converted
 ):
     directories = [tmp_path / str(number) for number in range(len(WITHOUT_COCA_HF))]
@@ -272,7 +267,7 @@ def write_golden(directory, case, **fields):
         (
             {"rotary_pct": 0.5},
             "slack",
-            "got rotary_pct 0.5 in the released CoCA layout, expected 1",
+            "got the released CoCA layout with rotary_pct 0.5, expected 1",
         ),
         ({}, "strict", "got the released CoCA layout, which is slack, expected --constraint slack"),
     ],
@@ -283,7 +278,7 @@ def test_released_gpt_neox_that_is_no_coca_model_is_refused(tmp_path, fields, co
     assert not (tmp_path / "dst").exists()
 
 
-# Of the released config.json: head_dim 64, all rotated.
+# the released config.json: head_dim 64, all rotated
 PAPER_350M = {
     "architectures": ["GPTNeoXForCausalLM"],
     "bos_token_id": 100256,
@@ -309,20 +304,9 @@ PAPER_350M = {
 }
 
 
-def test_the_350m_configuration_of_the_paper_is_understood():
-    result = coca_hf.convert.config.coca_config(PAPER_350M, "slack", where="config.json")
-    assert (result.head_dim, result.num_key_value_heads, result.dtype) == (64, 16, torch.float16)
-    assert result.rope_parameters["partial_rotary_factor"] == 1.0
-    with torch.device("meta"):
-        model = coca_hf.CocaGPTNeoXForCausalLM(result)
-    assert sum(p.numel() for p in model.parameters()) == 508_880_896 - 24 * 512 * 1025
-
-
 @torch.no_grad()
 def test_the_released_350m_converts_and_gives_the_logits_of_the_released_arithmetic(tmp_path):
-    """Random weights, half precision as released, all of the configuration but its vocabulary, 89
-    of 100,864 tokens, and its depth, 1 of 24 layers.
-    """
+    """The paper's configuration in half precision, but with 89 tokens and a single layer."""
     config, source = PAPER_350M | {"vocab_size": 89, "num_hidden_layers": 1}, tmp_path / "src"
     torch.manual_seed(5)
     model = GPTNeoXForCausalLM(GPTNeoXConfig(**config))
@@ -420,7 +404,7 @@ def test_a_missing_tensor_is_named(tmp_path, converted, case, name):
 
 
 def test_phi3_as_microsoft_writes_it_has_the_logits_of_the_reference(tmp_path):
-    """Its code's name, older fields, longrope that is partial; 12 of 23 tokens are trained."""
+    """Microsoft's code, older fields, and a partial longrope; 12 of 23 tokens are trained."""
     rope = {"type": "longrope", "short_factor": [1.0, 1.2, 1.5], "long_factor": [2.0, 3.0, 5.0]}
     fields = {
         "rope_scaling": rope,

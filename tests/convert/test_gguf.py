@@ -1,6 +1,4 @@
-"""GGUF files of every family that transformers reads, written as llama.cpp's own converter writes
-them.
-"""
+"""GGUF files of every family that transformers reads, written in the way of llama.cpp."""
 
 import re
 
@@ -28,10 +26,10 @@ SHAPE = {
 CASES = {
     "llama": ("llama", {}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
-    "mistral": ("llama", {"sliding_window": None}),  # in llama.cpp a LLaMA
+    "mistral": ("llama", {"sliding_window": None}),  # llama.cpp calls it LLaMA
     "qwen2": ("qwen2", {"head_dim": ...}),
     "phi3": ("phi3", {"head_dim": ..., "pad_token_id": None}),
-    "qwen3": ("qwen3", {"head_dim": 128}),  # what transformers gives every qwen3 of GGUF
+    "qwen3": ("qwen3", {"head_dim": 128}),  # transformers assumes it for every qwen3 of GGUF
 }
 
 
@@ -63,7 +61,7 @@ def write_gguf(file, model, arch, tokenizer, change=lambda writer: None):
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_count(getattr(config, "head_dim", 8))
-    # a file needs merges; of a single one, transformers 5.17 makes a string
+    # a file needs merges; transformers 5.17 turns a single one into a string
     vocab = [*sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get), "ab", "cd"]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(vocab)
@@ -81,7 +79,7 @@ def write_gguf(file, model, arch, tokenizer, change=lambda writer: None):
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
             name.split(".")[-2]
         )
-        if arch == "llama" and heads:  # llama.cpp turns neighbouring numbers, not halves
+        if arch == "llama" and heads:  # llama.cpp rotates neighbouring numbers, not halves
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         writer.add_tensor(
             names.get_name(name, try_suffixes=(".weight", ".bias")),
@@ -136,7 +134,7 @@ CHANGES = {
     ("case", "change"),
     [("phi3" if change.startswith("phi3") else "llama", change) for change in CHANGES],
 )
-def test_what_transformers_would_pass_over_is_refused_by_name(
+def test_what_transformers_ignores_is_refused_by_name(
     case, change, model, tiny_tokenizer, tmp_path
 ):
     write_gguf(tmp_path / "model.gguf", model, CASES[case][0], tiny_tokenizer, CHANGES[change])

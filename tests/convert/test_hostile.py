@@ -1,6 +1,4 @@
-"""Checkpoints made to do harm: always one clear line, never a file outside the destination, a hang
-or a traceback.
-"""
+"""Malicious checkpoints give one clear line: no hang, no traceback, no file elsewhere."""
 
 import json
 import os
@@ -39,16 +37,14 @@ def source(small, tmp_path):
 
 
 def refusal(source, **options):
-    """The message that a conversion ends with."""
+    """The message of a conversion that fails."""
     message = outcome(source, **options)
     assert message is not None
     return message
 
 
 def outcome(source, **options):
-    """None for a conversion that succeeds, and is removed, else its message; any other exception
-    goes through. Nothing but what was there before is there afterwards.
-    """
+    """The message of a conversion, or None if it succeeds; nothing that it wrote is left."""
     before, dst = {*source.parent.iterdir()}, source.parent / "dst"
     try:
         convert_checkpoint(source, dst, **options)
@@ -87,7 +83,7 @@ def with_header(change):
 
 
 def entry(**changes):
-    """Other values in the entry of `K0`; ... drops one."""
+    """A damage: other values in the entry of `K0`; ... drops one."""
 
     def change(header):
         changed = header[K0] | changes
@@ -101,7 +97,7 @@ def overlap(header):
 
 
 def raw(change):
-    """`change` makes the file of its length, its header and its data."""
+    """A damage: `change` makes the file from its length, its header and its data."""
 
     def apply(file):
         text, data = read_header(file)
@@ -151,7 +147,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize(("damage", "reason"), HEADERS.values(), ids=HEADERS.keys())
-def test_header_that_lies_is_named(source, damage, reason):
+def test_a_false_header_is_named(source, damage, reason):
     damage(source / "model.safetensors")
     message = refusal(source)
     assert message.startswith(f"{source / 'model.safetensors'}: truncated or corrupted (")
@@ -159,9 +155,7 @@ def test_header_that_lies_is_named(source, damage, reason):
 
 
 def mutated(random, header):
-    """The header with one to three changes: bytes, digits, pieces cut, doubled or replaced by other
-    JSON.
-    """
+    """The header with one to three changes: bytes, digits, cut, doubled or replaced pieces."""
     text = bytearray(header)
     for _ in range(random.randint(1, 3)):
         start = random.randrange(len(text))
@@ -227,7 +221,7 @@ def test_any_value_in_any_field_of_the_config_is_refused_in_one_line_or_converts
     "name",
     ["..", ".", "", "../secret", "a/../../secret", "/etc/passwd", "a/b.safetensors", "a/", "a\0b"],
 )
-def test_index_that_names_a_file_elsewhere_is_refused(source, tmp_path, name):
+def test_an_index_that_names_a_file_outside_is_refused(source, tmp_path, name):
     shutil.copyfile(source / "model.safetensors", tmp_path / "secret")
     index(source, {K0: name})
     expected = f"got the file name {name!r}, expected a file in the directory itself"
@@ -289,7 +283,7 @@ def test_pipe_in_the_place_of_a_file_is_refused_and_does_not_hang(source, name):
 @pytest.mark.parametrize(
     "make", [os.mkfifo, lambda file: file.symlink_to(file.parent.parent / "secret")]
 )
-def test_a_card_that_is_a_pipe_or_lies_elsewhere_declares_nothing(source, tmp_path, make):
+def test_a_base_card_that_is_a_pipe_or_outside_is_ignored(source, tmp_path, make):
     (tmp_path / "secret").write_text("---\nlicense: secret\n---\n")
     make(source / "README.md")
     assert convert_checkpoint(source, tmp_path / "dst")["base"] == {}

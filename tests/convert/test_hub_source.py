@@ -1,6 +1,4 @@
-"""A source on the hub: what is downloaded, and what repositories without weights that we read are
-called.
-"""
+"""A source on the hub: what is downloaded, and how repositories without weights are refused."""
 
 import json
 import re
@@ -33,7 +31,7 @@ REPO, OLD, NEW = "owner/model", "1" * 40, "2" * 40
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch, tiny_llama_dir):
-    """The hub of this process; its one repository is `tiny_llama_dir`."""
+    """The hub of this process, whose only repository is `tiny_llama_dir`."""
     files = files_of(tiny_llama_dir)
     commits = {OLD: files, NEW: files}
     cache, tags = tmp_path / "cache", {"v1": OLD}
@@ -42,7 +40,7 @@ def hub(tmp_path, monkeypatch, tiny_llama_dir):
 
 
 def shard(files, name):
-    """Give the weights among `files` another name, and an index."""
+    """Rename the weights among `files`, and add an index."""
     names = safetensors.torch.load(files["model.safetensors"])
     files[name] = files.pop("model.safetensors")
     index = {"weight_map": dict.fromkeys(names, name)}
@@ -57,7 +55,7 @@ UNREAD = """
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_what_is_read_is_downloaded_and_no_more(hub, tmp_path, tiny_llama_dir, sharded):
+def test_only_what_is_read_is_downloaded(hub, tmp_path, tiny_llama_dir, sharded):
     files = hub.commits[NEW]
     expected = set(files) | {"LICENSE", "additional_chat_templates/rag.jinja"}
     files |= {
@@ -78,7 +76,7 @@ def test_what_is_read_is_downloaded_and_no_more(hub, tmp_path, tiny_llama_dir, s
     assert (tmp_path / "dst" / "additional_chat_templates" / "rag.jinja").read_bytes() == b"rag"
 
 
-def test_a_revision_is_the_one_that_is_converted_and_recorded(hub, tmp_path, converts, refusal):
+def test_the_requested_revision_is_converted_and_recorded(hub, tmp_path, converts, refusal):
     hub.commits[OLD] = hub.commits[OLD] | {"LICENSE": b"old"}
     for revision in ("v1", OLD):
         converts(REPO, tmp_path / "dst", "--revision", revision, "--overwrite")
@@ -110,7 +108,7 @@ def test_a_coca_model_brings_the_records_the_card_and_the_licence_of_its_base(
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_dry_run_of_a_model_on_the_hub_downloads_no_weights_and_leaves_the_cache_as_it_is(
+def test_a_dry_run_from_the_hub_downloads_no_weights_and_leaves_the_cache_as_it_is(
     hub, tmp_path, converts, monkeypatch, sharded
 ):
     files = hub.commits[NEW]
@@ -129,6 +127,7 @@ def test_a_dry_run_of_a_model_on_the_hub_downloads_no_weights_and_leaves_the_cac
     printed = converts(REPO, tmp_path / "dst", "--dry-run")
     assert f"{REPO} at commit {NEW}: safetensors" in printed
     assert "not checked           the numbers of the weights, which only the hub has" in printed
+    assert " of memory (from the shapes) and an unknown time" in printed
 
     record = convert_checkpoint(REPO, tmp_path / "dst")
     assert plan["parameters"] == record["parameters"]
@@ -140,7 +139,7 @@ def test_a_dry_run_of_a_model_on_the_hub_downloads_no_weights_and_leaves_the_cac
 
 
 @pytest.mark.parametrize("head", ["other", "equal"])
-def test_a_dry_run_of_a_model_on_the_hub_says_that_its_weights_decide_whether_its_head_is_tied(
+def test_a_dry_run_from_the_hub_leaves_open_whether_the_head_is_tied(
     hub, tmp_path, tiny_llama_dir, converts, head
 ):
     edited = shutil.copytree(tiny_llama_dir, tmp_path / "edited")
@@ -191,7 +190,7 @@ def test_pickles_on_the_hub_are_downloaded_with_the_flag_alone(hub, tmp_path, ti
     assert_same_weights(tmp_path / "dst", tmp_path / "direct")
 
 
-def test_what_was_downloaded_before_is_enough_without_the_hub(hub, tmp_path, monkeypatch):
+def test_earlier_downloads_suffice_without_the_hub(hub, tmp_path, monkeypatch):
     convert_checkpoint(REPO, tmp_path / "dst")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     convert_checkpoint(REPO, tmp_path / "again")
@@ -215,7 +214,7 @@ REPOSITORIES = {
 
 
 @pytest.mark.parametrize(("files", "message"), REPOSITORIES.values(), ids=REPOSITORIES.keys())
-def test_a_repository_without_weights_that_we_read_is_called_what_it_is(
+def test_a_repository_without_readable_weights_is_refused_by_what_it_has(
     hub, tmp_path, files, message
 ):
     del hub.commits[NEW]["model.safetensors"]

@@ -1,6 +1,4 @@
-"""Killed, out of disk, raced: the destination is absent or complete, and the next run goes on from
-what is finished.
-"""
+"""After a kill, a full disk or a race, the destination is absent or complete, and a rerun continues."""
 
 import json
 import os
@@ -37,7 +35,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(source):
-    """Name and bytes of the files of weights that an uninterrupted run makes."""
+    """The files of weights of an uninterrupted run: bytes by name."""
     directory = source.parent / "expected"
     convert_checkpoint(source, directory, **SHARDS)
     assert len(list(directory.glob("*.safetensors"))) > 8
@@ -49,7 +47,7 @@ def bytes_of(directory):
 
 
 def staged(dst):
-    """The finished shards in the staging directory of `dst`, with what tells a file from its copy."""
+    """The finished shards in the staging directory of `dst`, and what tells a file from its copy."""
     manifest = dst.parent / f".{dst.name}.incomplete" / "manifest.jsonl"
     lines = [json.loads(line) for line in manifest.read_text().splitlines() if line.endswith("}")]
     return places(manifest.parent / "checkpoint", [line["shard"] for line in lines[1:]])
@@ -60,10 +58,8 @@ def places(directory, names):
     return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in files.items()}
 
 
-def goes_on(source, dst, expected, before=None, **options):
-    """Convert again, which keeps the shards of `before`, by default the finished ones, at least
-    two; returns the record.
-    """
+def continues(source, dst, expected, before=None, **options):
+    """Convert again, which keeps the finished shards in `before`, at least two; returns the record."""
     before = staged(dst) if before is None else before
     assert len(before) >= 2
     record = convert_checkpoint(source, dst, **SHARDS, **options)
@@ -108,12 +104,8 @@ def convert_killed(src, dst, num_bytes):
 
 @pytest.mark.real
 @pytest.mark.timeout(60)
-def test_five_times_killed_after_a_shard_was_finished_it_goes_on_from_there_each_time(
-    source, expected, tmp_path
-):
-    """Of 3.4 MB three shards are written at once, of at most 0.4 MB each: after 2 MB at least two
-    are finished.
-    """
+def test_a_killed_conversion_continues_from_its_finished_shards(source, expected, tmp_path):
+    """Three shards of at most 0.4 MB are written at once, so after 2 MB at least two are finished."""
     dst, moment = tmp_path / "dst", random.Random(8)
     for _ in range(5):
         arguments = source, dst, moment.uniform(2e6, 3.3e6)
@@ -122,14 +114,14 @@ def test_five_times_killed_after_a_shard_was_finished_it_goes_on_from_there_each
         process.join()
         assert process.exitcode == -signal.SIGKILL
         assert not dst.exists()
-        goes_on(source, dst, expected)
+        continues(source, dst, expected)
         shutil.rmtree(dst)
         assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.real
 @pytest.mark.timeout(60)
-def test_of_two_conversions_at_once_one_wins_and_the_other_says_so(source, expected, tmp_path):
+def test_one_of_two_concurrent_conversions_wins_and_the_other_says_so(source, expected, tmp_path):
     dst = tmp_path / "dst"
     for _ in range(4):
         result = PROCESSES.Queue()
@@ -154,7 +146,7 @@ def test_rerun_keeps_the_finished_shards_also_of_another_dtype_and_gives_the_sam
     record = convert_checkpoint(source, tmp_path / "fresh", **SHARDS, dtype="bfloat16")
     interrupted(source, tmp_path / "dst", num_bytes=1_600_000, dtype="bfloat16")
     fresh = bytes_of(tmp_path / "fresh")
-    again = goes_on(source, tmp_path / "dst", fresh, dtype="bfloat16")
+    again = continues(source, tmp_path / "dst", fresh, dtype="bfloat16")
     assert again["start"] == record["start"]
 
 
@@ -172,13 +164,13 @@ def flip(position):
     [flip(-5), flip(0), flip(30), lambda file: os.truncate(file, 5000), lambda file: file.unlink()],
     ids=["number", "header's length", "header", "cut", "gone"],
 )
-def test_rerun_makes_a_damaged_shard_again_and_keeps_the_others(source, expected, tmp_path, damage):
+def test_a_rerun_rewrites_a_damaged_shard_and_keeps_the_others(source, expected, tmp_path, damage):
     dst = tmp_path / "dst"
     before = interrupted(source, dst)
     file = tmp_path / ".dst.incomplete" / "checkpoint" / next(iter(before))
     damage(file)
     before.pop(file.name)
-    goes_on(source, dst, expected, before)
+    continues(source, dst, expected, before)
 
 
 def test_progress_counts_every_byte_once_and_comes_from_one_thread_at_a_time(
@@ -200,7 +192,7 @@ def test_progress_counts_every_byte_once_and_comes_from_one_thread_at_a_time(
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_threads_of_torch_are_as_many_as_before(source, tmp_path, stopped):
+def test_the_number_of_torch_threads_does_not_change(source, tmp_path, stopped):
     before = torch.get_num_threads()
     torch.set_num_threads(before + 2)
     try:
@@ -257,7 +249,7 @@ def test_rerun_starts_over_when_a_number_of_the_source_or_an_option_is_another(
     assert bytes_of(dst) == bytes_of(tmp_path / "fresh")
 
 
-def test_source_shard_that_vanished_is_named_and_the_rerun_goes_on_when_it_is_back(
+def test_a_missing_source_shard_is_named_and_the_rerun_continues_once_it_is_back(
     source, expected, tmp_path
 ):
     copy, dst = shutil.copytree(source, tmp_path / "copy"), tmp_path / "dst"
@@ -267,14 +259,7 @@ def test_source_shard_that_vanished_is_named_and_the_rerun_goes_on_when_it_is_ba
     refuses(f"names {shard.name}, which is not in", copy, dst, **SHARDS)
     assert not dst.exists()
     shutil.copyfile(tmp_path / "away", shard)
-    goes_on(copy, dst, expected)
-
-
-def test_source_that_is_deleted_while_it_is_read_is_read_to_its_end(source, expected, tmp_path):
-    copy, dst = shutil.copytree(source, tmp_path / "copy"), tmp_path / "dst"
-    delete = stop_after(1_000_000, lambda: shutil.rmtree(copy, ignore_errors=True))
-    convert_checkpoint(copy, dst, **SHARDS, progress=delete)
-    assert bytes_of(dst) == expected
+    continues(copy, dst, expected)
 
 
 def test_source_that_shrinks_while_it_is_read_is_an_error_that_keeps_what_is_finished(
@@ -293,7 +278,7 @@ def test_source_that_shrinks_while_it_is_read_is_an_error_that_keeps_what_is_fin
     assert staged(dst)
 
 
-def test_file_size_limit_is_one_line_and_the_rerun_goes_on(source, expected, tmp_path):
+def test_a_file_size_limit_is_one_line_and_the_rerun_continues(source, expected, tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         message = r"not written: .*File too large.*the same command continues"
@@ -303,7 +288,7 @@ def test_file_size_limit_is_one_line_and_the_rerun_goes_on(source, expected, tmp
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not (tmp_path / "dst").exists()
-    goes_on(source, tmp_path / "dst", expected)
+    continues(source, tmp_path / "dst", expected)
 
 
 def fill(disk):
@@ -311,7 +296,7 @@ def fill(disk):
         (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - 100_000))
 
 
-def test_disk_that_fills_up_is_one_line_keeps_the_old_checkpoint_and_the_rerun_goes_on(
+def test_a_full_disk_is_one_line_and_keeps_the_old_checkpoint_and_the_rerun_continues(
     source, expected, small_disk
 ):
     dst = small_disk / "dst"
@@ -323,7 +308,7 @@ def test_disk_that_fills_up_is_one_line_keeps_the_old_checkpoint_and_the_rerun_g
     assert (dst / "config.json").read_text() == "{}"
     (small_disk / "filler").unlink()
     assert len(staged(dst)) >= 3
-    goes_on(source, dst, expected, overwrite=True)
+    continues(source, dst, expected, overwrite=True)
 
 
 def test_bad_weights_found_late_leave_nothing(source, tmp_path):

@@ -1,6 +1,4 @@
-"""`--keep-layers`: the tensors of kept layers are the source's own, and whatever tells of the model
-tells of them.
-"""
+"""`--keep-layers`: kept layers have the source's tensors, and every description names them."""
 
 import copy
 import json
@@ -14,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from coca_cli import BadOption
 from coca_cli.convert import _layers_to_keep
 from coca_hf import CocaError, convert_checkpoint, patch_
-from coca_hf.convert.harm import layer_harms, most_harmful
+from coca_hf.convert.calibration import layer_harms, most_harmful
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
 from coca_hf.models.attention import KeptAttention
 from tests.convert.checkpoints import record_of, refuses
@@ -52,7 +50,7 @@ def test_kept_layers_have_the_sources_tensors_and_the_checkpoint_loads_clean(con
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2-window", "neox-partial"])
-def test_the_bytes_that_inspect_and_the_record_tell_are_those_of_the_cache(converted, case):
+def test_inspect_and_record_state_the_bytes_of_the_cache(converted, case):
     _, dst, record = converted(case, **KEPT)
     facts, model, ids = (
         inspect_checkpoint(dst),
@@ -70,14 +68,8 @@ def test_the_bytes_that_inspect_and_the_record_tell_are_those_of_the_cache(conve
     assert "CoCA, slack; the original's in layers 0, 2" in describe(facts)
 
 
-def test_the_card_names_the_kept_layers(converted):
-    card = (converted("llama", **KEPT)[1] / "README.md").read_text()
-    assert "in place of its own in all layers but 0, 2, made with" in card
-    assert "- original attention: layers 0, 2" in card
-
-
 @pytest.mark.parametrize("case", ["llama", "qwen3", "neox-partial"])
-def test_a_longer_ntk_base_keeps_the_kept_layers_and_turns_them_too(converted, case, tmp_path):
+def test_a_longer_ntk_base_keeps_the_kept_layers_and_applies_to_them(converted, case, tmp_path):
     src, dst, _ = converted(case, **KEPT)
     record = convert_checkpoint(dst, tmp_path / "from-coca", ntk_length=160)
     convert_checkpoint(src, tmp_path / "from-src", ntk_length=160, keep_layers=[0, 2])
@@ -88,7 +80,7 @@ def test_a_longer_ntk_base_keeps_the_kept_layers_and_turns_them_too(converted, c
     assert torch.equal(once(tokens()).logits, twice(tokens()).logits)
     unbaked = AutoModelForCausalLM.from_pretrained(dst)
     for attention in (unbaked.model.layers[1].self_attn, twice.model.layers[1].self_attn):
-        # what is left of positions is that of the kept layers
+        # now only the kept layers depend on positions
         torch.nn.init.zeros_(attention.o_proj.weight)
     assert (unbaked(tokens()).logits - twice(tokens()).logits).abs().max() > 1e-2
     message = r"--keep-layers: got \[1\], expected \[0, 2\], the source's"
@@ -96,7 +88,7 @@ def test_a_longer_ntk_base_keeps_the_kept_layers_and_turns_them_too(converted, c
 
 
 @EVERY_CASE
-def test_what_was_kept_is_converted_later_as_if_it_had_been_at_once(converted, case, tmp_path):
+def test_a_kept_layer_converts_later_to_the_same_bits(converted, case, tmp_path):
     src, kept, _ = converted(case, **KEPT)
     convert_checkpoint(src, tmp_path / "at-once", partial_rotary=[0])
     at_once = load_file(tmp_path / "at-once" / "model.safetensors")
@@ -112,11 +104,10 @@ def test_what_was_kept_is_converted_later_as_if_it_had_been_at_once(converted, c
     assert torch.equal(*(model(tokens()).logits for model in models))
 
 
-def test_what_was_kept_is_fitted_to_its_own_maps_in_the_model_around_it(
-    tiny_llama_dir, text, tmp_path
+def test_a_kept_layer_is_calibrated_later_in_the_trained_model_around_it(
+    tiny_llama_dir, calibrating, tmp_path
 ):
-    options = {"calibrate_on": str(text), "calibrate_tokens": 512, "calibrate_block": 64}
-    options["calibrate_passes"] = 4
+    options = calibrating | {"calibrate_passes": 8}
     convert_checkpoint(tiny_llama_dir, tmp_path / "kept", keep_layers=[2], **options)
     file = tmp_path / "kept" / "model.safetensors"
     before = load_file(file)
@@ -134,7 +125,7 @@ def test_what_was_kept_is_fitted_to_its_own_maps_in_the_model_around_it(
     assert not any(torch.equal(theirs[name], after[name]) for name in changed)
 
 
-def test_of_a_coca_checkpoint_only_kept_layers_can_be_converted(converted, text, tmp_path):
+def test_only_kept_layers_of_a_coca_checkpoint_can_be_converted(converted, text, tmp_path):
     _, kept, _ = converted("llama", **KEPT)
     for message, options in (
         (r"--keep-layers: got layers \[1\], expected some of \[0, 2\]", {"keep_layers": [1]}),
@@ -175,7 +166,7 @@ def test_kept_layers_that_the_weights_do_not_have_are_refused(converted, edited,
         )
 
 
-def test_a_later_conversion_says_what_was_done_before(tiny_llama_dir, text, tmp_path, converts):
+def test_a_later_conversion_records_the_earlier_ones(tiny_llama_dir, text, tmp_path, converts):
     kept, calibrated = tmp_path / "kept", ["--calibrate", text, "--calibrate-tokens", 256]
     convert_checkpoint(tiny_llama_dir, kept, keep_layers=[0, 2])
     printed = converts(kept, tmp_path / "one", "--keep-layers", "2,", *calibrated)
@@ -203,18 +194,40 @@ def test_a_damaged_record_is_refused_before_anything_is_written(converted, name,
         refuses(f"kept/{name}: {message}", kept, tmp_path / "dst")
 
 
-@pytest.mark.parametrize("layers", [[3], [-1], [1, 1]])
-def test_layers_that_are_not_there_are_refused(layers, tiny_llama_dir, tmp_path):
-    message = "expected different numbers of layers, from 0 to 2"
-    refuses(message, tiny_llama_dir, tmp_path / "dst", keep_layers=layers)
-    with pytest.raises(CocaError, match="expected different numbers of layers, from 0 to 2"):
-        patch_(AutoModelForCausalLM.from_pretrained(tiny_llama_dir), keep_layers=layers)
+@pytest.mark.parametrize("option", ["keep_layers", "partial_rotary"])
+@pytest.mark.parametrize("layers", [[3], [-1], [1, 0, 1]])
+def test_layers_that_are_not_there_or_named_twice_are_refused(
+    option, layers, tiny_llama_dir, tmp_path
+):
+    absent = "expected different numbers of layers, from 0 to 2"
+    twice = (
+        rf"^--{option.replace('_', '-')}: got layer 1 more than once in \[1, 0, 1\], expected each"
+    )
+    message = twice if len(layers) == 3 else absent
+    refuses(message, tiny_llama_dir, tmp_path / "dst", **{option: layers})
+    with pytest.raises(CocaError, match=absent):
+        patch_(AutoModelForCausalLM.from_pretrained(tiny_llama_dir), **{option: layers})
     assert not list(tmp_path.iterdir())
+
+
+def test_the_remedy_for_a_number_of_layers_of_a_coca_checkpoint_is_accepted(
+    converted, text, tmp_path, refusal, converts
+):
+    _, kept, _ = converted("llama", **KEPT)
+    printed = refusal(kept, tmp_path / "dst", "--keep-layers", "2")
+    assert (
+        "name the layers, as in 8,17 (one alone: '8,'), or, if the source is not a CoCA" in printed
+    )
+    printed = refusal(kept, tmp_path / "dst", "--keep-layers", "2", "--calibrate", text)
+    assert (
+        "expected the numbers of the kept layers that stay, as in 8,17 (one alone: '8,')" in printed
+    )
+    converts(kept, tmp_path / "dst", "--keep-layers", "2,")
 
 
 def test_the_released_layout_has_no_keys_to_keep(tmp_path):
     write_golden(tmp_path / "src", "neox")
-    message = "--keep-layers: got the released CoCA layout, which has no keys"
+    message = "got the released CoCA layout, which has no keys to keep, expected --keep-layers with"
     refuses(message, tmp_path / "src", tmp_path / "dst", released=True, keep_layers=[0])
 
 
@@ -287,7 +300,7 @@ def test_the_command_keeps_the_layers_whose_calibrated_conversion_harms_most(
         ),
     ],
 )
-def test_what_is_no_list_of_layers_is_refused_and_how_many_needs_calibration(
+def test_other_values_of_keep_layers_are_refused_and_a_number_needs_calibration(
     given, calibrate, message, tiny_llama_dir, tmp_path, refusal
 ):
     options = ["--calibrate", tmp_path / "text.txt"] if calibrate else []
@@ -295,7 +308,7 @@ def test_what_is_no_list_of_layers_is_refused_and_how_many_needs_calibration(
     assert not list(tmp_path.iterdir())
 
 
-def test_so_many_layers_are_those_that_coca_eval_layers_ranks_first(tmp_path):
+def test_a_number_of_layers_means_those_that_coca_eval_layers_ranks_first(tmp_path):
     rows = [
         {"task": "layers", "order": [0, 1, 2]},
         {"task": "passkey"},
@@ -305,10 +318,7 @@ def test_so_many_layers_are_those_that_coca_eval_layers_ranks_first(tmp_path):
     assert _layers_to_keep(f"2:{tmp_path}") == [2, 0]
     for given, message in (
         (f"4:{tmp_path}", "got 4 of the 3 layers that .* ranks, expected fewer"),
-        (
-            f"2:{tmp_path / 'nothing'}",
-            "got no ranking in .*nothing, expected the --out of coca-eval layers",
-        ),
+        (f"2:{tmp_path / 'nothing'}", "got no ranking in .*nothing, expected the --out of"),
     ):
         with pytest.raises(BadOption, match=message):
             _layers_to_keep(given)
@@ -320,6 +330,9 @@ def test_so_many_layers_are_those_that_coca_eval_layers_ranks_first(tmp_path):
 def test_the_command_keeps_layers_and_says_so(tiny_llama_dir, tmp_path, converts):
     printed = converts(tiny_llama_dir, tmp_path / "dst", "--keep-layers", "2,0")
     assert "original attention    kept in layers 0, 2" in printed
+    card = (tmp_path / "dst" / "README.md").read_text()
+    assert "in place of its own in all layers but 0, 2, made with" in card
+    assert "- original attention: layers 0, 2" in card
     assert record_of(tmp_path / "dst", "config.json")["coca_kept_layers"] == [0, 2]
     converts(tiny_llama_dir, tmp_path / "one", "--keep-layers", "2,")
     assert record_of(tmp_path / "one", "config.json")["coca_kept_layers"] == [2]

@@ -1,4 +1,4 @@
-"""Conversion streams: what it holds in memory does not grow with the model."""
+"""Conversion streams: its memory does not grow with the model."""
 
 from pathlib import Path
 

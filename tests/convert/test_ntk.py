@@ -1,4 +1,4 @@
-"""`--ntk-length`: a checkpoint of static RoPE that is, at one length, what the dynamic one is."""
+"""`--ntk-length`: static RoPE that equals dynamic NTK at one length."""
 
 import logging
 import re
@@ -9,7 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from coca_hf import CocaError, convert_checkpoint
-from coca_hf.evaluate.rope import check_rope, parse_ropes, trained_length, warn_beyond_trained
+from coca_hf.evaluate.loaded_model import (
+    check_rope,
+    parse_ropes,
+    trained_length,
+    warn_beyond_trained,
+)
 from coca_hf.models.rotary import ntk_base
 from tests.conftest import TINY
 from tests.convert.checkpoints import (
@@ -149,10 +154,7 @@ def test_what_cannot_be_baked_is_refused(tmp_path, length, factor, message, fiel
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (
-            {"model_type": "coca_x"},
-            "got model_type 'coca_x', which this version of coca_hf does not",
-        ),
+        ({"model_type": "coca_x"}, "got model_type 'coca_x', which this version of coca_hf does"),
         ({"rope_thetas": 5}, "rope_thetas=5 is not understood"),
         ({"hidden_size": "big"}, "hidden_size"),
         ({"num_hidden_layers": 4}, "is missing (and 8 more); is the checkpoint complete?"),
@@ -165,11 +167,6 @@ def test_coca_source_that_is_not_understood_is_refused(tmp_path, tiny_coca_dir, 
     edit_config(directory, **damage)
     refuses(re.escape(message), directory, tmp_path / "dst", ntk_length=128)
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
-
-
-def test_a_coca_source_keeps_its_constraint(tmp_path, tiny_coca_dir):
-    message = "--constraint: got strict, expected slack, the source's"
-    refuses(message, tiny_coca_dir, tmp_path / "dst", "strict", ntk_length=128)
 
 
 def test_an_export_is_not_baked_again(tmp_path, tiny_coca_dir):

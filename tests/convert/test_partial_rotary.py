@@ -1,10 +1,10 @@
-"""`--partial-rotary`: which layers it is about is written down wherever a checkpoint is described."""
+"""`--partial-rotary`: every description of a checkpoint names the layers."""
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coca_hf import CocaError, convert_checkpoint, patch_
+from coca_hf import convert_checkpoint, patch_
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
 from tests.convert.checkpoints import record_of, refuses
 from tests.convert.test_families import write_golden
@@ -31,7 +31,7 @@ def test_the_checkpoint_is_the_patched_model_and_says_which_layers(
     assert torch.equal(loaded(tokens()).logits, patched(tokens()).logits)
 
 
-def test_a_baked_ntk_base_leaves_them_and_does_not_take_others(tiny_llama_dir, tmp_path):
+def test_a_baked_ntk_base_keeps_the_layers_and_accepts_no_others(tiny_llama_dir, tmp_path):
     convert_checkpoint(tiny_llama_dir, tmp_path / "coca", partial_rotary=[1])
     record = convert_checkpoint(tmp_path / "coca", tmp_path / "long", ntk_length=160)
     assert record["partial_rotary_layers"] == [1]
@@ -40,22 +40,11 @@ def test_a_baked_ntk_base_leaves_them_and_does_not_take_others(tiny_llama_dir, t
     refuses(message, tmp_path / "coca", tmp_path / "other", **options)
 
 
-def test_a_layer_that_calibration_finds_to_keep_rotates_whole(tiny_llama_dir, text, tmp_path):
-    amounts = {"calibrate_tokens": 512, "calibrate_block": 64, "calibrate_passes": 1}
+def test_a_layer_that_calibration_keeps_rotates_every_pair(tiny_llama_dir, calibrating, tmp_path):
     options = {"keep_layers": 1, "partial_rotary": [0, 1, 2]}
-    record = convert_checkpoint(
-        tiny_llama_dir, tmp_path / "dst", calibrate_on=str(text), **amounts, **options
-    )
+    record = convert_checkpoint(tiny_llama_dir, tmp_path / "dst", **calibrating, **options)
     assert len(record["kept_layers"]) == 1
     assert sorted(record["kept_layers"] + record["partial_rotary_layers"]) == [0, 1, 2]
-
-
-@pytest.mark.parametrize("layers", [[3], [-1], [1, 1]])
-def test_layers_that_are_not_there_are_refused(layers, tiny_llama_dir, tmp_path):
-    message = "expected different numbers of layers, from 0 to 2"
-    refuses(message, tiny_llama_dir, tmp_path / "dst", partial_rotary=layers)
-    with pytest.raises(CocaError, match=message):
-        patch_(AutoModelForCausalLM.from_pretrained(tiny_llama_dir), partial_rotary=layers)
 
 
 def test_kept_layers_and_models_that_are_coca_are_refused(tiny_llama_dir, tmp_path):
@@ -68,6 +57,6 @@ def test_kept_layers_and_models_that_are_coca_are_refused(tiny_llama_dir, tmp_pa
 
 
 @pytest.mark.parametrize("given", ["3", "auto", "x", ""])
-def test_what_is_no_list_of_layers_is_refused(given, tiny_llama_dir, tmp_path, refusal):
+def test_other_values_of_partial_rotary_are_refused(given, tiny_llama_dir, tmp_path, refusal):
     printed = refusal(tiny_llama_dir, tmp_path / "dst", f"--partial-rotary={given}")
     assert f"--partial-rotary: got {given!r}, expected layers by number" in printed

@@ -1,4 +1,4 @@
-"""A LLaMA in memory becomes CoCA in place, and nothing else is touched."""
+"""A model in memory becomes CoCA in place, and nothing else changes."""
 
 import copy
 
@@ -123,7 +123,7 @@ def test_a_field_that_is_not_understood_can_be_ignored_and_the_message_names_the
     assert not hasattr(patch_(model, ignore_fields=["seq_len"]).config, "seq_len")
 
 
-def test_hooks_and_weights_that_are_elsewhere_are_refused_and_the_model_left_as_it_was(
+def test_hooks_and_offloaded_weights_are_refused_and_the_model_does_not_change(
     tiny_llama_dir,
 ):
     ids = torch.arange(20)[None]
@@ -199,9 +199,7 @@ def test_unpatch_restores_every_family_exactly(case, kept):
 
 
 @pytest.mark.parametrize(("case", "is_shared"), [("qwen2", True), ("neox-partial", False)])
-def test_unpatch_keeps_what_was_done_to_queries_and_values_where_they_are_projections_of_their_own(
-    case, is_shared
-):
+def test_unpatch_keeps_changes_of_unfused_queries_and_values(case, is_shared):
     model, ids = stock_model(case), tokens()
     before = model(ids).logits
     patch_(model, keep_original=True)

@@ -1,4 +1,4 @@
-"""After conversion the tokenizer is the source's: the same tokens for every text, the same chats."""
+"""A converted checkpoint has the source's tokenizer: the same tokens and the same chats."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from transformers import (
 
 from coca_hf import convert_checkpoint
 from tests.conftest import TINY
-from tests.convert.checkpoints import edit_json, refuses
+from tests.convert.checkpoints import assert_same_weights, edit_json, refuses
 
 SAMPLES = (
     "Half a league, half a league,\n\nHalf a league  onward",
@@ -92,9 +92,7 @@ def test_files_of_other_tokenizers_come_along(source, tmp_path, name):
 
 
 def test_a_tokenizer_whose_class_follows_from_the_model_type_stays_the_same(source, tmp_path):
-    """As in distilled Qwen2 models whose tokenizer calls itself LLaMA's: transformers takes
-    Qwen2's, by model_type.
-    """
+    """Distilled Qwen2 models name LLaMA's class, and transformers loads Qwen2's by model_type."""
     fields = TINY | {"vocab_size": 259}
     Qwen2ForCausalLM(Qwen2Config(**fields)).save_pretrained(source)
     edit_json(source / "tokenizer_config.json", tokenizer_class="LlamaTokenizerFast")
@@ -118,10 +116,10 @@ def test_a_class_that_config_json_names_stays_the_same(source, tmp_path):
 
 
 @pytest.mark.parametrize("fix", [True, None])
-def test_the_mended_regular_expression_of_mistral_stays_mended(source, tmp_path, converts, fix):
-    """The library mends it in large vocabularies where config.json names a version before 5 and a
-    Mistral type.
-    """
+def test_the_corrected_regular_expression_of_mistral_stays_corrected(
+    source, tmp_path, converts, fix
+):
+    """Transformers corrects it for large vocabularies of a Mistral from before version 5."""
     MistralForCausalLM(
         MistralConfig(**(TINY | {"num_hidden_layers": 1}), vocab_size=259)
     ).save_pretrained(source)
@@ -164,13 +162,14 @@ def test_two_tokens_with_one_id_are_kept(source, tmp_path):
         ).read_bytes()
 
 
-def test_a_source_that_is_deleted_meanwhile_still_gives_its_tokenizer(source, tmp_path):
+def test_a_source_that_is_deleted_meanwhile_still_gives_its_weights_and_tokenizer(source, tmp_path):
     convert_checkpoint(source, tmp_path / "expected")
 
     def delete(done, total):
         shutil.rmtree(source, ignore_errors=True)
 
     convert_checkpoint(source, tmp_path / "dst", progress=delete)
+    assert_same_weights(tmp_path / "dst", tmp_path / "expected")
     assert {file.name for file in (tmp_path / "dst").iterdir()} == {
         f.name for f in (tmp_path / "expected").iterdir()
     }

@@ -1,4 +1,4 @@
-"""`--push-to-hub`: what is refused before the work, what is uploaded in which order, and what stays."""
+"""`--push-to-hub`: what is refused before the work, the order of the upload, and failures."""
 
 import pytest
 
@@ -49,7 +49,7 @@ LOGINS = {
 
 @pytest.mark.parametrize("dry_run", [False, True])
 @pytest.mark.parametrize(("name", "state", "message"), LOGINS.values(), ids=LOGINS.keys())
-def test_what_could_not_be_pushed_is_refused_before_the_work(
+def test_what_cannot_be_pushed_is_refused_before_the_work(
     hub, name, state, message, dry_run, tiny_llama_dir, tmp_path, refusal, monkeypatch
 ):
     if "token" in state:
@@ -81,7 +81,9 @@ def test_a_failed_upload_keeps_the_checkpoint_and_names_the_command_that_continu
     hub.fails_at = fails_at
     code, printed = convert(tiny_llama_dir, dst, "--push-to-hub", REPO)
     assert code == 2
-    assert printed.splitlines()[-1].startswith(f"error: {REPO}: not uploaded; ")  # after its bars
+    assert printed.splitlines()[-1].startswith(
+        f"error: {REPO}: not uploaded; "
+    )  # progress bars come first
     command = f"hf upload {REPO} {dst} --private"
     assert f"not uploaded; the checkpoint is complete in {dst}, and `{command}` cont" in printed
     assert "model.safetensors" not in hub.files

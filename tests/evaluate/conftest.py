@@ -1,6 +1,4 @@
-"""Subjects and documents small enough for a slow reference, and `coca-eval` run as a person runs
-it.
-"""
+"""Models and documents small enough for a slow reference, and `coca-eval` as a person runs it."""
 
 import json
 import math
@@ -47,7 +45,7 @@ DIRECTORIES = (
 
 @pytest.fixture
 def own_tasks(monkeypatch):
-    """lm-eval with the tasks of a directory that is given, or of `DIRECTORIES`."""
+    """lm-eval with the tasks of a given directory, or of `DIRECTORIES`."""
     import lm_eval.tasks
 
     class OwnTasks(lm_eval.tasks.TaskManager):
@@ -63,7 +61,7 @@ def own_tasks(monkeypatch):
 
 @pytest.fixture
 def one_thread():
-    """As many threads as the processes have that tests start."""
+    """As many threads as in the processes that tests start."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -97,7 +95,7 @@ NEW_TOKENS = 7
 
 @pytest.fixture(scope="session")
 def expected(tiny_coca_dir):
-    """What the tasks of `task_dir` must come to, by the tiny CoCA model alone."""
+    """The results of the tasks of `task_dir`, from the tiny CoCA model itself."""
     model = AutoModelForCausalLM.from_pretrained(tiny_coca_dir)
     tokenizer = AutoTokenizer.from_pretrained(tiny_coca_dir)
     total, answers = 0.0, []
@@ -118,7 +116,7 @@ def expected(tiny_coca_dir):
 
 @pytest.fixture(scope="session")
 def task_dir(tmp_path_factory, expected):
-    """Two tasks over local rows: `coca_likelihood`, and `coca_answer`, whose last target is wrong."""
+    """Two tasks on local rows: `coca_likelihood`, and `coca_answer`, whose last target is wrong."""
     directory = tmp_path_factory.mktemp("tasks")
     answers = [*expected["answers"][:-1], "nothing that it says"]
     rows = [

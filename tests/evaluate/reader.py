@@ -1,43 +1,44 @@
-"""A model that answers a prompt with what a function of its text says, teacher-forced or not."""
+"""A model that answers a prompt as a function of its text says, teacher-forced or generating."""
 
-from types import SimpleNamespace
+import re
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
 
 from coca_hf.evaluate.loaded_model import LoadedModel
 
+PROMPT = re.compile(r".*(?:passkey\?|key\? The pass key is|:)", re.DOTALL)  # up to its end
 
-class Reader(nn.Module):
-    """Certain, after a prompt and the beginning of a reply, of the next token of `reply(prompt)`.
 
-    A prompt ends where `reply` finds an answer for the longest beginning of the text that ends with
-    a colon or "is".
-    """
+class Reader(PreTrainedModel, GenerationMixin):
+    """Certain of the next token of `reply(prompt)` after a prompt and a part of that reply."""
 
-    dtype, device = torch.float32, torch.device("cpu")
+    config_class = PreTrainedConfig
 
     def __init__(self, tokenizer, reply):
-        super().__init__()
-        self.config = PreTrainedConfig(num_hidden_layers=1)
+        super().__init__(PreTrainedConfig(eos_token_id=tokenizer.eos_token_id, num_hidden_layers=1))
         self.tokenizer, self.reply = tokenizer, reply
         self.embed = nn.Embedding(len(tokenizer), 2)
 
     def get_input_embeddings(self):
         return self.embed
 
-    def forward(self, input_ids, use_cache=False):
-        logits = torch.zeros(*input_ids.shape, len(self.tokenizer))
+    def prepare_inputs_for_generation(self, input_ids, **kwargs):
+        return {"input_ids": input_ids}  # all of them, as there is no cache
+
+    def forward(self, input_ids, attention_mask=None, use_cache=False, **options):
+        logits, eos = torch.zeros(*input_ids.shape, len(self.tokenizer)), self.config.eos_token_id
         for row, ids in enumerate(input_ids.tolist()):
-            text = self.tokenizer.decode(ids)
-            prompt = text[: max(text.rfind(":") + 1, text.rfind(" is") + 3)]
-            first = len(self.tokenizer(prompt)["input_ids"]) - 1
-            for place, token in enumerate(self.tokenizer(self.reply(prompt))["input_ids"]):
-                if first + place < len(ids):
-                    logits[row, first + place, token] = 50
-        return SimpleNamespace(logits=logits)
+            padding = next(place for place, token in enumerate(ids) if token != eos)
+            prompt = PROMPT.match(self.tokenizer.decode(ids[padding:]))[0]
+            first = padding + len(self.tokenizer(prompt)["input_ids"]) - 1
+            reply = [*self.tokenizer(self.reply(prompt))["input_ids"], *[eos] * len(ids)]
+            for place, token in enumerate(reply[: len(ids) - first], first):
+                logits[row, place, token] = 50
+        return CausalLMOutput(logits=logits)
 
 
 def reads(tokenizer, reply):
-    return LoadedModel(Reader(tokenizer, reply), tokenizer, "reader", "/reader", "0123")
+    return LoadedModel(Reader(tokenizer, reply).eval(), tokenizer, "reader", "/reader", "0123")

@@ -1,6 +1,6 @@
 """A run as the commands make it, and the options of the commands."""
 
-from coca_hf.evaluate.rope import parse_ropes
+from coca_hf.evaluate.loaded_model import parse_ropes
 from coca_hf.evaluate.rows import RowStore, Run
 
 OPTIONS = {  # of the command of each measurement

@@ -58,41 +58,44 @@ def test_numbers_are_those_of_a_loop_over_queries(llama, coca, books, tmp_path):
     assert (row["tokens"], row["baseline"]) == (90, "tiny-llama")
 
 
-def test_another_models_original_is_refused(coca, llama, books, tmp_path):
+def other_layers(llama):
     config = type(llama.model.config)(**{**llama.model.config.to_dict(), "num_hidden_layers": 1})
     llama.model = type(llama.model)(config)
-    with pytest.raises(CocaError, match="got num_hidden_layers 1, expected 3"):
-        measure(coca, llama, books, tmp_path)
 
 
-def test_a_baseline_whose_tokenizer_means_others_by_the_same_numbers_is_refused(
-    llama, coca, books, tmp_path
-):
+def other_tokens(llama):
     names = llama.tokenizer.convert_ids_to_tokens
     llama.tokenizer.convert_ids_to_tokens = lambda ids: names([258 - number for number in ids])
-    message = r"got a tokenizer that takes the tokens of austen\.txt for others, expected"
-    with pytest.raises(CocaError, match=message):
+
+
+SIZES = {"vocab_size": 259, "hidden_size": 48, "num_hidden_layers": 3}
+
+
+def other_family(llama):
+    config = GPTNeoXConfig(**SIZES, num_attention_heads=6, intermediate_size=80)
+    llama.model = GPTNeoXForCausalLM(config)
+
+
+def no_heads(llama):
+    llama.model = MambaForCausalLM(MambaConfig(**SIZES))
+
+
+OTHERS = {
+    other_layers: "num_hidden_layers 1, expected 3",
+    other_tokens: r"a tokenizer that takes the tokens of austen\.txt for others, expected",
+    other_family: r"model_type gpt_neox, expected llama as .*tiny-coca has;",
+    no_heads: "MambaForCausalLM, expected a model with attention",
+}
+
+
+@pytest.mark.parametrize("change", OTHERS)
+def test_a_baseline_that_is_not_the_original_is_refused(llama, coca, books, tmp_path, change):
+    change(llama)
+    with pytest.raises(CocaError, match=f"got {OTHERS[change]}"):
         measure(coca, llama, books, tmp_path)
 
 
-def test_a_baseline_of_another_family_is_refused_and_a_model_without_heads(
-    coca, llama, books, tmp_path
-):
-    sizes = {"vocab_size": 259, "hidden_size": 48, "num_hidden_layers": 3}
-    config = GPTNeoXConfig(**sizes, num_attention_heads=6, intermediate_size=80)
-    for model, message in (
-        (GPTNeoXForCausalLM(config), r"model_type gpt_neox, expected llama as .*tiny-coca has;"),
-        (
-            MambaForCausalLM(MambaConfig(**sizes)),
-            "MambaForCausalLM, expected a model with attention",
-        ),
-    ):
-        llama.model = model
-        with pytest.raises(CocaError, match=f"got {message}"):
-            measure(coca, llama, books, tmp_path)
-
-
-def test_maps_that_are_nan_or_do_not_fit_are_rows_that_say_so(llama, coca, books, tmp_path):
+def test_maps_that_are_nan_or_do_not_fit_are_errors_of_their_rows(llama, coca, books, tmp_path):
     sample = draw_sample(coca, str(books), 40)
     forward = coca.model.model.forward
 

@@ -1,4 +1,4 @@
-"""Memory that runs out, batches dealt to processes, and a run that is killed."""
+"""Running out of memory, batches dealt to processes, and killed runs."""
 
 import itertools
 import json
@@ -16,11 +16,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from coca_hf.evaluate import batches
-from coca_hf.evaluate.batches import Batches, NoValue, auto_batch_size
+from coca_hf.evaluate import rows as batches
 from coca_hf.evaluate.passkey import VARIANTS as PROMPTS
 from coca_hf.evaluate.passkey import passkey_rows
 from coca_hf.evaluate.perplexity import VARIANTS, perplexity_rows, value_of
+from coca_hf.evaluate.rows import Batches, NoValue, auto_batch_size
 from coca_hf.evaluate.sample import draw_sample
 from coca_hf.report.read import read_tables
 from tests.evaluate.runs import OPTIONS, run_of
@@ -49,7 +49,7 @@ def holds(limit, tried, message=MESSAGES[0]):
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_memory_that_runs_out_is_retried_in_halves_that_later_batches_keep(message):
+def test_after_running_out_of_memory_batches_are_halved_and_stay_small(message):
     tried = []
     eight = Batches(8)
     results = eight.compute([([*range(20)], 1)], holds(3, tried, message))
@@ -57,7 +57,7 @@ def test_memory_that_runs_out_is_retried_in_halves_that_later_batches_keep(messa
     assert tried == [8, 4, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2]
 
 
-def test_memory_that_does_not_hold_one_item_is_an_error_of_the_row():
+def test_an_item_that_does_not_fit_into_memory_is_an_error_of_the_row():
     tried = []
     with pytest.raises(
         NoValue, match=r"^OOM: one sequence alone does not fit \(CUDA out of memory"
@@ -75,8 +75,8 @@ def test_other_exceptions_are_passed_on():
 
 
 @pytest.mark.parametrize(("num_processes", "sizes"), [(8, [100]), (3, [7, 1, 1, 4]), (5, [3])])
-def test_processes_get_as_many_items_and_all_results_in_order(monkeypatch, num_processes, sizes):
-    """Each process computes its share; what the others made is put in place of gathering."""
+def test_processes_get_equal_shares_and_all_results_in_order(monkeypatch, num_processes, sizes):
+    """Each process computes its share; gathering is replaced by the results of the others."""
     numbers = iter(range(sum(sizes)))
     groups = [([next(numbers) for _ in range(size)], 1) for size in sizes]
     batched: list[list[int]] = []
@@ -108,7 +108,7 @@ def test_processes_get_as_many_items_and_all_results_in_order(monkeypatch, num_p
         assert size == max(map(max, filter(None, batched)))
 
 
-def test_auto_begins_with_64_on_a_gpu_and_with_what_one_long_sequence_takes_on_a_cpu(monkeypatch):
+def test_auto_begins_with_64_sequences_on_a_gpu_and_1024_tokens_on_a_cpu(monkeypatch):
     sizes = {8: 64, 16: 64, 300: 3, 512: 2, 513: 1, 32768: 1}
     assert {tokens: auto_batch_size(tokens) for tokens in sizes} == sizes
     monkeypatch.setattr(batches, "processes", lambda: SimpleNamespace(device=torch.device("cuda")))
@@ -130,36 +130,28 @@ def short_of_memory(llama):
     return llama
 
 
-def test_a_row_that_does_not_fit_says_oom_and_the_others_go_on(short_of_memory, books, tmp_path):
-    sample = draw_sample(short_of_memory, str(books), 100)
-    run = run_of(short_of_memory, tmp_path, 40, 100, 20, batch_size=16)
-    rows = list(perplexity_rows(run, sample, 20))
-    assert [row["value"] is None for row in rows] == [False, True, False]
-    assert rows[1]["error"].startswith("OOM: one sequence alone does not fit")
-    assert [row.get("batch_size") for row in rows] == [2, None, 4]
-    del short_of_memory.model.forward
-    (whole,) = perplexity_rows(run_of(short_of_memory, tmp_path / "b", 40), sample, 20)
-    assert rows[0]["value"] == pytest.approx(whole["value"], rel=1e-6)
-
-
-def test_a_second_run_measures_again_what_ran_out_of_memory_and_nothing_else(
+def test_a_row_that_does_not_fit_says_oom_and_only_it_is_measured_again(
     short_of_memory, books, tmp_path
 ):
     sample = draw_sample(short_of_memory, str(books), 100)
 
-    def measured():
-        return [*perplexity_rows(run_of(short_of_memory, tmp_path, 40, 100), sample, 20)]
+    def measured(out=tmp_path):
+        run = run_of(short_of_memory, out, 40, 100, 20, batch_size=16)
+        return [*perplexity_rows(run, sample, 20)]
 
-    short, full = measured()
-    assert (full["value"], full["error"][:3]) == (None, "OOM")
+    rows = measured()
+    assert [row["value"] is None for row in rows] == [False, True, False]
+    assert rows[1]["error"].startswith("OOM: one sequence alone does not fit")
+    assert [row.get("batch_size") for row in rows] == [2, None, 4]
     del short_of_memory.model.forward
     again = measured()
-    assert again[0] == short
+    assert [again[0], again[2]] == [rows[0], rows[2]]
     assert again[1]["value"] > 1
-    assert rows_of(tmp_path) == [short, full, again[1]]
+    assert rows_of(tmp_path) == [*rows, again[1]]
     assert measured() == again
     (table,) = read_tables([tmp_path])
-    assert [row["value"] for row in table.rows] == [row["value"] for row in again]
+    assert {row["value"] for row in table.rows} == {row["value"] for row in again}
+    assert rows[0]["value"] == pytest.approx(measured(tmp_path / "b")[0]["value"], rel=1e-6)
 
 
 def measure(loaded, books, out):
@@ -177,9 +169,7 @@ def lasting(rows):
     return [{key: value for key, value in row.items() if key not in CHANGING} for row in rows]
 
 
-def test_a_row_has_the_batch_size_that_auto_came_to_and_is_the_row_of_any_other(
-    coca, books, tmp_path
-):
+def test_a_row_records_the_batch_size_of_auto_and_does_not_depend_on_it(coca, books, tmp_path):
     sample = draw_sample(coca, str(books), 60)
     (row,) = perplexity_rows(run_of(coca, tmp_path, 30), sample, 15)
     windows = pq.read_table(tmp_path / row["raw"]["windows"]).to_pylist()
@@ -314,7 +304,7 @@ KILLED = {  # the shortest of eight lengths, and the options
 
 @pytest.mark.real
 @pytest.mark.parametrize("task", KILLED)
-def test_a_killed_run_goes_on_after_its_last_whole_row(
+def test_a_killed_run_continues_after_its_last_complete_row(
     tiny_coca_dir, books, tmp_path, coca_eval, one_thread, task
 ):
     shortest, options = KILLED[task]

@@ -5,7 +5,7 @@ import shutil
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
-from coca_hf import checkout
+from coca_hf import provenance
 from coca_hf.evaluate import sample
 
 
@@ -29,36 +29,25 @@ def perplexity(coca_eval, tiny_llama_dir, books, out):
 
 
 def test_perplexity_passkey_and_report_follow_each_other(
-    tiny_llama_dir, tiny_coca_dir, books, tmp_path, coca_eval, monkeypatch
+    tiny_llama_dir, perplexity, tmp_path, out, coca_eval, monkeypatch
 ):
     monkeypatch.setattr("coca_hf.report.write.to_png", lambda figure: b"")
-    for model in (tiny_llama_dir, tiny_coca_dir):
-        out = tmp_path / model.name
-        code, stdout, stderr = coca_eval(
-            f"perplexity {model} --data {books} --lengths 32,100 --stride 48 --out {out} "
-            "--rope default,dynamic:4"
-        )
-        assert code == 0
-        assert model.name in stdout
-        assert "dynamic:4" in stdout
-        assert "warning: lengths 100 are beyond the 64 tokens" in stderr
-        assert [(row["rope"], row["length"], row["stride"]) for row in rows_in(out)] == [
-            *(("default", 32, 32), ("default", 100, 48)),
-            *(("dynamic:4", 32, 32), ("dynamic:4", 100, 48)),
-        ]
-        assert f"{rows_in(out)[3]['value']:.2f}" in stdout
-        code, _, _ = coca_eval(
-            f"passkey {model} --lengths 320 --cases 3 --new-tokens 2 --out {out} --name renamed"
-        )
-        assert code == 0
-        made = rows_in(out)[4]
-        assert (made["task"], made["model"]) == ("passkey", "renamed")
-        assert made["command"].startswith("coca-eval passkey ")
-    runs, page = (tmp_path / "tiny-llama", tmp_path / "tiny-coca"), tmp_path / "page"
-    code, stdout, _ = coca_eval("report", *runs, f"--out {page} --title 'Two & tiny'")
+    code, stdout, stderr = perplexity("--lengths 32,100 --stride 48 --rope default,dynamic:4")
+    assert code == 0
+    assert "warning: lengths 100 are beyond the 64 tokens" in stderr
+    assert [(row["rope"], row["length"], row["stride"]) for row in rows_in(out)] == [
+        *(("default", 32, 32), ("default", 100, 48)),
+        *(("dynamic:4", 32, 32), ("dynamic:4", 100, 48)),
+    ]
+    assert f"{rows_in(out)[3]['value']:.2f}" in stdout
+    options = f"--lengths 320 --cases 3 --new-tokens 2 --out {out} --name renamed"
+    assert coca_eval(f"passkey {tiny_llama_dir}", options)[0] == 0
+    assert (rows_in(out)[4]["task"], rows_in(out)[4]["model"]) == ("passkey", "renamed")
+    page = tmp_path / "page"
+    code, stdout, _ = coca_eval("report", out, f"--out {page} --title 'One & tiny'")
     assert (code, stdout.strip()) == (0, f"report: {page / 'report.html'}")
-    assert "tiny-coca + dynamic:4" in (page / "report.md").read_text()
-    assert "<h1>Two &amp; tiny</h1>" in (page / "report.html").read_text()
+    assert "tiny-llama + dynamic:4" in (page / "report.md").read_text()
+    assert "<h1>One &amp; tiny</h1>" in (page / "report.html").read_text()
 
 
 def test_rows_and_pages_hold_no_absolute_path(tiny_llama_dir, books, tmp_path, out, coca_eval):
@@ -85,10 +74,10 @@ def test_a_second_run_makes_no_row_again(perplexity, out):
     assert (out / "rows.jsonl").read_bytes() == before
 
 
-def test_rows_that_others_made_are_told_at_the_end(perplexity, out):
+def test_rows_made_by_other_versions_are_listed_at_the_end(perplexity, out):
     assert "made before" not in perplexity("--lengths 24,32")[2]
     first, second = rows_in(out)
-    assert first["commit"] == checkout.commit()
+    assert first["commit"] == provenance.commit()
     second |= {"versions": second["versions"] | {"transformers": "5.1.7"}, "commit": "f" * 40}
     (out / "rows.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(second)}\n")
     code, _, stderr = perplexity("--lengths 24,32")
@@ -99,7 +88,7 @@ def test_rows_that_others_made_are_told_at_the_end(perplexity, out):
     )
 
 
-def test_names_that_rich_would_take_for_markup_are_printed_as_they_are(perplexity, tmp_path):
+def test_rich_markup_in_names_is_printed_verbatim(perplexity, tmp_path):
     out = tmp_path / "o[" / "b]c[/red]"
     options = "--lengths 32 --documents 1 --max-tokens 40 --name [/b]:smile:"
     code, stdout, _ = perplexity(f"{options} --out {out}")
@@ -108,7 +97,7 @@ def test_names_that_rich_would_take_for_markup_are_printed_as_they_are(perplexit
     assert f"rows: {out / 'rows.jsonl'}" in stdout
 
 
-def test_of_many_skipped_documents_the_first_are_named_and_all_are_counted(perplexity, books, out):
+def test_skipped_documents_are_counted_and_the_first_are_named(perplexity, books, out):
     assert (
         "skipped 1 short or empty documents: austen.txt\n"
         in perplexity("--lengths 220 --skip-short")[2]
@@ -121,7 +110,7 @@ def test_of_many_skipped_documents_the_first_are_named_and_all_are_counted(perpl
     assert len(rows_in(out)[1]["skipped_documents"]) == 12
 
 
-def test_fewer_documents_than_asked_for_are_warned_of_with_both_counts(perplexity):
+def test_a_warning_says_that_there_are_fewer_documents_than_asked_for(perplexity):
     _, _, stderr = perplexity("--lengths 220 --skip-short --documents 3")
     warning = "2 documents have at least 220 tokens, 3 were asked for; only these are measured"
     assert f"warning: {warning}\n" in stderr
@@ -131,7 +120,7 @@ def test_fewer_documents_than_asked_for_are_warned_of_with_both_counts(perplexit
 @pytest.mark.parametrize(
     "lengths", ["512,x", "1", "0", "-4", "1.5", "", "64,,128", "9" * 10, "9" * 5000]
 )
-def test_lengths_that_are_no_lengths_are_refused(lengths, tiny_llama_dir, out, coca_eval):
+def test_invalid_lengths_are_refused(lengths, tiny_llama_dir, out, coca_eval):
     code, stdout, stderr = coca_eval(f"passkey {tiny_llama_dir} --lengths={lengths} --out {out}")
     assert (code, stdout) == (2, "")
     assert stderr.startswith(f"error: --lengths: got {lengths!r}"[:400])
@@ -162,9 +151,7 @@ def test_bad_input_is_one_line_and_exit_code_2(bad, perplexity, out):
     assert not out.exists()
 
 
-def test_a_place_where_nothing_can_be_written_is_refused_before_the_model_is_read(
-    coca_eval, out, monkeypatch
-):
+def test_an_unwritable_directory_is_refused_before_the_model_is_read(coca_eval, out, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: path != out.parent)
     code, _, stderr = coca_eval(f"passkey ./nowhere --lengths 320 --out {out}")
     remedy = f"nothing can be written in {out.parent}; choose another directory"
@@ -185,7 +172,9 @@ def test_a_factor_beyond_all_positions_is_measured(perplexity, out):
     assert all(row["value"] > 1 for row in rows_in(out))
 
 
-def test_a_tokenizer_too_small_for_the_model_is_warned_of(tiny_llama_dir, tmp_path, out, coca_eval):
+def test_a_tokenizer_too_small_for_the_model_gives_a_warning(
+    tiny_llama_dir, tmp_path, out, coca_eval
+):
     model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
     model.resize_token_embeddings(1400, mean_resizing=False)
     wide = shutil.copytree(tiny_llama_dir, tmp_path / "wide")
@@ -211,7 +200,7 @@ def test_a_model_without_rotary_embedding_is_not_told_to_extend_it(
     assert rows_in(out)[0]["error"].startswith("the model failed on 100 tokens (IndexError")
 
 
-def test_a_disk_that_takes_no_row_is_one_line_and_the_rows_before_it_stay(perplexity, out):
+def test_a_row_that_cannot_be_written_is_one_line_and_earlier_rows_stay(perplexity, out):
     assert perplexity("--lengths 64")[0] == 0
     (out / "perplexity-windows").rename(out / "moved")
     (out / "perplexity-windows").write_text("")

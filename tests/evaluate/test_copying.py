@@ -13,9 +13,7 @@ from tests.evaluate.runs import run_of
 
 
 class LooksBack(nn.Module):
-    """Predicts what followed the last token where that occurred before; every token alike where it
-    did not.
-    """
+    """Predicts what followed an earlier occurrence of the last token, otherwise any token alike."""
 
     def __init__(self, like):
         super().__init__()
@@ -40,9 +38,7 @@ def measure(loaded, out, length=41, batch_size=None, **options):
     return row
 
 
-def test_a_model_that_looks_back_is_certain_of_the_second_copy_and_knows_nothing_of_the_first(
-    llama, tmp_path
-):
+def test_a_model_that_looks_back_predicts_the_second_copy_but_not_the_first(llama, tmp_path):
     vocab_size = llama.model.config.vocab_size
     llama.model = LooksBack(llama.model)
     # Short, so that no token occurs twice in a copy
@@ -73,7 +69,7 @@ def test_losses_are_those_of_a_loop_over_tokens(coca, tmp_path):
     )
 
 
-def test_cases_are_of_ordinary_tokens_after_the_beginning_that_the_tokenizer_sets(llama):
+def test_cases_have_ordinary_tokens_after_the_tokenizers_beginning(llama):
     plain, _ = repeated_sequences(llama, 31, 8, 0)
     assert all(len(ids) == 30 and ids.min() > 2 for ids in plain)  # 0 to 2 are <unk>, <s>, </s>
     again, _ = repeated_sequences(llama, 31, 8, 0)
@@ -121,7 +117,7 @@ def test_a_passage_is_read_again_from_each_document_in_turn(coca, books, tmp_pat
     assert measure(coca, tmp_path, length=40, num_cases=7, seed=2, sample=sample) == row
 
 
-def test_command_with_documents_makes_a_table_of_its_own(tiny_coca_dir, books, tmp_path, coca_eval):
+def test_copying_of_documents_has_its_own_table(tiny_coca_dir, books, tmp_path, coca_eval):
     out, options = tmp_path / "out", f"--lengths 32 --cases 2 --out {tmp_path / 'out'}"
     for more in ("", f"--data {books}"):
         code, _, stderr = coca_eval(f"copying {tiny_coca_dir}", options, more)

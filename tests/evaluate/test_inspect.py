@@ -1,6 +1,4 @@
-"""What inspect says is what the loaded model has: its parameters, and the bytes of its cache's
-tensors.
-"""
+"""The facts of inspect are those of the loaded model: its parameters and the bytes of its cache."""
 
 import json
 import shutil
@@ -108,7 +106,7 @@ def test_longest_context_is_the_last_that_fits(tiny_coca_dir):
     assert "none: 0.0 GB do not hold" in describe(inspect_checkpoint(tiny_coca_dir, 1))
 
 
-def test_ntk_export_is_told_with_its_trained_length(tmp_path, tiny_coca_dir):
+def test_an_ntk_export_shows_its_trained_length(tmp_path, tiny_coca_dir):
     convert_checkpoint(tiny_coca_dir, tmp_path / "dst", ntk_length=256)
     facts = inspect_checkpoint(tmp_path / "dst")
     assert (facts["trained_length"], facts["max_length"]) == (64, 256)
@@ -180,7 +178,7 @@ def test_bad_input_is_one_line(tiny_coca_dir, tmp_path, damage, message):
 
 
 @pytest.mark.timeout(60)
-def test_any_value_in_any_field_of_the_config_is_one_line_or_told(tiny_coca_dir, tmp_path):
+def test_any_value_in_any_field_of_the_config_is_described_or_one_line(tiny_coca_dir, tmp_path):
     directory = shutil.copytree(tiny_coca_dir, tmp_path / "damaged")
     config, told = json.loads((directory / "config.json").read_text()), 0
     rope = {"rope_type": "default", "rope_theta": "x"}

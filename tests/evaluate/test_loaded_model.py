@@ -1,4 +1,6 @@
+import copy
 import json
+import math
 import shutil
 
 import pytest
@@ -6,12 +8,29 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, T5Config, dynamic_module_utils
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    T5Config,
+    dynamic_module_utils,
+)
 
 from coca_hf import convert_checkpoint
 from coca_hf.errors import CocaError
 from coca_hf.evaluate import loaded_model
-from coca_hf.evaluate.loaded_model import load_model, warn_small_tokenizer
+from coca_hf.evaluate.loaded_model import (
+    Rope,
+    check_rope,
+    load_model,
+    parse_ropes,
+    rotary_modules,
+    use_rope_,
+    warn_beyond_trained,
+    warn_small_tokenizer,
+)
 from coca_hf.evaluate.rows import about_model
 
 
@@ -147,7 +166,7 @@ def test_tokens_seen_are_read_from_the_training_record(checkpoint):
         ("", "got an empty name of a model, expected a model directory or a hub id"),
     ],
 )
-def test_a_model_that_is_nowhere_is_refused(path, message):
+def test_a_missing_model_is_refused(path, message):
     refused(path, message)
 
 
@@ -157,7 +176,7 @@ def test_a_directory_without_a_model_or_with_an_adapter_alone_is_refused(tmp_pat
     refused(tmp_path, "got an adapter of peft, expected a whole model; merge it .*merge_and_unload")
 
 
-def test_a_config_of_which_transformers_makes_no_model_is_not_called_bad_weights(checkpoint):
+def test_an_impossible_config_is_not_called_bad_weights(checkpoint):
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     edit_config(checkpoint, head_dim=2, rope_parameters=rope)
     refused(checkpoint, r"transformers makes no model of its config\.json \(ZeroDivisionError")
@@ -169,7 +188,7 @@ def test_a_config_that_cannot_be_read_is_refused(checkpoint, text):
     refused(checkpoint, r"copy: its config\.json cannot be read \(")
 
 
-def test_a_model_that_is_no_causal_language_model_is_refused(tmp_path):
+def test_other_models_than_causal_language_models_are_refused(tmp_path):
     T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path / "t5")
     size = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
     bert = BertConfig(**size, intermediate_size=8, vocab_size=30)
@@ -178,37 +197,53 @@ def test_a_model_that_is_no_causal_language_model_is_refused(tmp_path):
         refused(tmp_path / name, f"got {found}, expected a causal language model")
 
 
-def test_weights_cut_short_are_refused(checkpoint):
+UP_PROJ = "model.layers.1.mlp.up_proj.weight"
+
+
+def cut_short(checkpoint):
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    refused(checkpoint, r"copy: its weights cannot be loaded \(SafetensorError")
 
 
-def test_weights_without_a_tensor_are_refused_by_name(checkpoint):
-    name = "model.layers.1.mlp.up_proj.weight"
-    edit_weights(checkpoint, lambda weights: weights.pop(name))
-    refused(checkpoint, rf"weights without {name} \(1 missing in all\)")
+def without_tokenizer(checkpoint):
+    for file in checkpoint.glob("tokenizer*"):
+        file.unlink()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"num_hidden_layers": 2},
-            r"weights with model\.layers\.2\..* \(9 such in all\), which LlamaForCausalLM with",
+DAMAGE = [
+    (cut_short, r"copy: its weights cannot be loaded \(SafetensorError"),
+    (
+        lambda checkpoint: edit_weights(checkpoint, lambda weights: weights.pop(UP_PROJ)),
+        rf"weights without {UP_PROJ} \(1 missing in all\)",
+    ),
+    (
+        lambda checkpoint: edit_config(checkpoint, num_hidden_layers=2),
+        r"weights with model\.layers\.2\..* \(9 such in all\), which LlamaForCausalLM with",
+    ),
+    (
+        lambda checkpoint: edit_config(checkpoint, vocab_size=100),
+        r"got lm_head\.weight of shape \[259, 48\], expected \[100, 48\] by its config",
+    ),
+    (without_tokenizer, r"got no tokenizer that can be loaded, .* copy tokenizer\.json"),
+    (
+        lambda checkpoint: edit_config(
+            checkpoint,
+            "tokenizer_config.json",
+            tokenizer_class="Own",
+            auto_map={"AutoTokenizer": ["own.Own", None]},
         ),
-        (
-            {"vocab_size": 100},
-            r"got lm_head\.weight of shape \[259, 48\], expected \[100, 48\] by its config",
-        ),
-    ],
-)
-def test_weights_of_another_config_are_refused_by_name(checkpoint, change, message):
-    edit_config(checkpoint, **change)
+        "needs the code it carries",
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE)
+def test_damaged_checkpoints_are_refused_by_what_is_wrong(checkpoint, damage, message):
+    damage(checkpoint)
     refused(checkpoint, message)
 
 
-def test_what_old_checkpoints_hold_besides_is_passed_over(checkpoint):
+def test_derived_tensors_of_old_checkpoints_are_ignored(checkpoint):
     plain = load_model(str(checkpoint)).model
     name = "model.layers.1.self_attn.rotary_emb.inv_freq"
     edit_weights(checkpoint, lambda weights: weights.update({name: torch.ones(4)}))
@@ -217,13 +252,9 @@ def test_what_old_checkpoints_hold_besides_is_passed_over(checkpoint):
     assert torch.equal(model(ids).logits, plain(ids).logits)
 
 
-def test_a_directory_without_tokenizer_is_refused(checkpoint):
-    for file in checkpoint.glob("tokenizer*"):
-        file.unlink()
-    refused(checkpoint, r"got no tokenizer that can be loaded, .* copy tokenizer\.json")
-
-
-def test_a_tokenizer_far_smaller_than_the_embedding_is_warned_of_and_padding_is_not(tiny_llama_dir):
+def test_a_tokenizer_far_smaller_than_the_embedding_gives_a_warning_and_padding_does_not(
+    tiny_llama_dir,
+):
     loaded = load_model(str(tiny_llama_dir))
     padded = {259: False, 320: False, 259 + 1024: False, 259 + 1025: True, 49_152: True}
     for rows, warned in padded.items():
@@ -267,7 +298,7 @@ def half(checkpoint, tmp_path, monkeypatch):
     return checkpoint
 
 
-def test_a_model_with_code_of_its_own_runs_it_where_that_is_trusted(half, tiny_llama_dir):
+def test_own_code_runs_if_it_is_trusted(half, tiny_llama_dir):
     loaded, plain = load_model(str(half), trust_remote_code=True), load_model(str(tiny_llama_dir))
     ids = torch.arange(8)[None]
     assert torch.equal(loaded.model(ids).logits, plain.model(ids).logits / 2)
@@ -275,7 +306,7 @@ def test_a_model_with_code_of_its_own_runs_it_where_that_is_trusted(half, tiny_l
     assert load_model(str(half), trust_remote_code=True).fingerprint != loaded.fingerprint
 
 
-def test_coca_eval_trusts_code_where_it_is_told_to_also_the_baselines(half, tmp_path, coca_eval):
+def test_trust_remote_code_also_applies_to_the_baseline(half, tmp_path, coca_eval):
     arguments = f"speed {half} --baseline {half} --baseline-name same --modes prefill --lengths 16"
     arguments += f" --repeats 1 --out {tmp_path / 'out'}"
     code, _, stderr = coca_eval(arguments)
@@ -285,8 +316,8 @@ def test_coca_eval_trusts_code_where_it_is_told_to_also_the_baselines(half, tmp_
 
 
 @pytest.mark.parametrize("model_type", ["half-llama", "llama"])
-def test_code_that_is_not_trusted_is_refused_with_what_to_do(half, model_type):
-    """Also where transformers knows the type but has another class for it than config.json."""
+def test_untrusted_code_is_refused_with_the_remedy(half, model_type):
+    """Also if transformers knows the type but has another class for it than config.json."""
     edit_config(half, model_type=model_type)
     needs = "got a model that needs the code it carries; .* add --trust-remote-code$"
     refused(half, f"copy: {needs}")
@@ -316,7 +347,7 @@ def test_code_that_is_not_trusted_is_refused_with_what_to_do(half, model_type):
         ),
     ],
 )
-def test_code_that_is_broken_is_named_with_its_file_and_its_error(half, change, message):
+def test_broken_code_is_named_with_its_file_and_its_error(half, change, message):
     (half / "half.py").write_text(change(OWN_CODE))
     with pytest.raises(CocaError) as error:
         load_model(str(half), trust_remote_code=True)
@@ -325,12 +356,160 @@ def test_code_that_is_broken_is_named_with_its_file_and_its_error(half, change, 
     assert str(error.value).endswith("; repair that code, or ask who wrote it")
 
 
-def test_a_tokenizer_with_code_of_its_own_is_refused_with_what_to_do(checkpoint):
-    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
-    edit_config(checkpoint, "tokenizer_config.json", **own)
-    refused(checkpoint, "needs the code it carries")
+TRAINED, LENGTH = 64, 150
 
 
-def test_an_unknown_dtype_is_refused(checkpoint):
-    known = "expected one of auto, float32, bfloat16, float16"
-    refused(checkpoint, f"--dtype: got 'int4', {known}", dtype="int4")
+def load(directory, rope_type=None, factor=None, **others):
+    """A fresh model, by transformers alone, with the RoPE type in its config."""
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    if rope_type is None:
+        return model
+    config = copy.deepcopy(model.config)
+    config.rope_parameters.update(rope_type=rope_type, factor=factor, **others)
+    return AutoModelForCausalLM.from_pretrained(directory, config=config)
+
+
+def tokens(length, seed=3):
+    return torch.randint(259, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits_of(model, ids):
+    return model(input_ids=ids, use_cache=False).logits
+
+
+@pytest.fixture(params=["tiny_llama_dir", "tiny_coca_dir"])
+def directory(request):
+    return request.getfixturevalue(request.param)
+
+
+def assert_close(got, expected):
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+def test_settings_are_read_in_order_each_once_and_named_with_their_exact_factor():
+    ropes = parse_ropes("default, dynamic:4,linear:2.50,default,yarn:1000000,yarn:999999.5")
+    assert ropes[:3] == [Rope("default"), Rope("dynamic", 4.0), Rope("linear", 2.5)]
+    names = ["default", "dynamic:4", "linear:2.5", "yarn:1e+06", "yarn:999999.5"]
+    assert [str(rope) for rope in ropes] == names
+
+
+FORMLESS = ["ntk", "dynamic", "dynamic:", "linear:x", "yarn", "llama3:8", "default:2"]
+FORMLESS += ["dynamic:0.5", "linear:inf", "", "a,"]
+
+
+@pytest.mark.parametrize("text", FORMLESS)
+def test_an_unknown_setting_is_refused_with_the_forms_that_exist(text):
+    with pytest.raises(
+        CocaError, match=r"expected default, linear:FACTOR, dynamic:FACTOR, yarn:FACTOR"
+    ):
+        parse_ropes(text)
+
+
+@pytest.mark.parametrize(
+    "rope", [Rope("dynamic", 3.0), Rope("linear", 5.0), Rope("yarn", 4.0)], ids=str
+)
+@pytest.mark.parametrize("constraint", ["slack", "strict"])
+def test_a_setting_equals_transformers_own_rope_of_that_type(directory, rope, constraint):
+    original = {"original_max_position_embeddings": TRAINED} if rope.kind == "yarn" else {}
+    model, expected = load(directory), load(directory, rope.kind, rope.factor, **original)
+    for each in (model, expected):
+        each.config.coca_constraint = constraint
+    plain = logits_of(model, tokens(LENGTH))
+    before = copy.deepcopy(model.config.to_dict())
+    use_rope_(model, rope, LENGTH)
+    got = logits_of(model, tokens(LENGTH))
+    assert_close(got, logits_of(expected, tokens(LENGTH)))
+    assert (got - plain).abs().max() > 0.1
+    assert model.config.to_dict() == before
+
+
+def test_dynamic_changes_nothing_up_to_the_trained_length(directory):
+    model = load(directory)
+    expected = logits_of(model, tokens(TRAINED))
+    use_rope_(model, Rope("dynamic", 3.0), TRAINED)
+    assert torch.equal(logits_of(model, tokens(TRAINED)), expected)
+
+
+def test_yarn_scales_coca_scores_by_the_square_of_its_factor_as_plain_ones(directory):
+    model = load(directory)
+    use_rope_(model, Rope("yarn", 4.0), LENGTH)
+    assert model.model.rotary_emb.attention_scaling == pytest.approx(0.1 * math.log(4) + 1)
+    model.set_attn_implementation("eager")
+    ids = tokens(9)[:1]
+    scaled = model(input_ids=ids, output_attentions=True).attentions[0].log()
+    for _, _, rotary in rotary_modules(model):
+        rotary.attention_scaling = 1.0
+    once = model(input_ids=ids, output_attentions=True).attentions[0].log()
+    row = slice(0, 9)
+    differences = [(x[0, 0, 8, row] - x[0, 0, 8, 0]).double() for x in (scaled, once)]
+    torch.testing.assert_close(
+        differences[0], differences[1] * (0.1 * math.log(4) + 1) ** 2, rtol=1e-3, atol=1e-4
+    )
+
+
+def test_a_setting_depends_on_nothing_that_ran_before_it(directory):
+    fresh, used = load(directory), load(directory)
+    for rope, total_len in (
+        (Rope("dynamic", 8.0), 190),
+        (Rope("linear", 2.0), 90),
+        (Rope("dynamic", 3.0), LENGTH),
+    ):
+        use_rope_(used, rope, total_len)
+        logits_of(used, tokens(total_len))
+    use_rope_(fresh, Rope("dynamic", 3.0), LENGTH)
+    assert torch.equal(logits_of(used, tokens(70)), logits_of(fresh, tokens(70)))
+    use_rope_(used, Rope("default"), LENGTH)
+    assert torch.equal(logits_of(used, tokens(70)), logits_of(load(directory), tokens(70)))
+
+
+@torch.no_grad()
+def test_decoding_with_a_cache_equals_the_full_forward_under_dynamic(directory):
+    model, ids = load(directory), tokens(LENGTH)
+    use_rope_(model, Rope("dynamic", 3.0), LENGTH)
+    expected = logits_of(model, ids)
+    past = model(input_ids=ids[:, :40], use_cache=True).past_key_values
+    for end in range(41, LENGTH + 1, 11):
+        start = past.get_seq_length()
+        step = model(input_ids=ids[:, start:end], past_key_values=past, use_cache=True).logits
+        assert_close(step, expected[:, start:end])
+
+
+@pytest.mark.parametrize("original", [None, 32])  # transformers does not read it for this type
+def test_a_checkpoint_that_is_dynamic_itself_is_evaluated_with_one_base(directory, original):
+    model = load(directory, "dynamic", 3.0, original_max_position_embeddings=original)
+    use_rope_(model, Rope("default"), LENGTH)
+    logits_of(model, tokens(190))  # the stock module would now keep the longer base
+    reference = load(directory)
+    use_rope_(reference, Rope("dynamic", 3.0), LENGTH)
+    assert torch.equal(logits_of(model, tokens(LENGTH)), logits_of(reference, tokens(LENGTH)))
+
+
+def test_a_checkpoint_that_is_scaled_already_takes_no_other_setting(directory):
+    model = load(directory, "linear", 2.0)
+    check_rope(model, Rope("default"))
+    with pytest.raises(CocaError, match="the checkpoint already has the RoPE setting linear"):
+        use_rope_(model, Rope("dynamic", 2.0), LENGTH)
+
+
+def test_a_model_without_rotary_embedding_takes_only_default():
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=50, n_embd=12, n_head=2, n_layer=1, n_positions=32)
+    ).eval()
+    use_rope_(model, Rope("default"), 20)
+    with pytest.raises(CocaError, match="GPT2LMHeadModel, which has no rotary embedding"):
+        check_rope(model, Rope("linear", 2.0))
+
+
+def test_lengths_beyond_the_trained_one_are_warned_of_under_static_settings(directory):
+    model, default, dynamic = load(directory), Rope("default"), Rope("dynamic", 2.0)
+    linear, yarn = Rope("linear", 2.0), Rope("yarn", 4.0)
+    warning = warn_beyond_trained(model, [default, dynamic], [32, 65, 128])
+    assert "lengths 65, 128 are beyond the 64 tokens of --rope default" in warning
+    assert warn_beyond_trained(model, [default], [32, 64]) is None
+    assert warn_beyond_trained(model, [dynamic], [128]) is None
+    warning = warn_beyond_trained(model, [linear, yarn], [128, 200, 400])
+    of_linear = "lengths 200, 400 are beyond the 128 tokens of --rope linear:2"
+    assert f"{of_linear}; lengths 400 are beyond the 256" in warning
+    warning = warn_beyond_trained(model, [default], [62, 63], 2)
+    assert "lengths 63 and 2 new tokens are beyond the 64" in warning

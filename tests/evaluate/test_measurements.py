@@ -1,6 +1,4 @@
-"""What measurements have in common: a command, rows, a section on the page, and a reason where there
-is no value.
-"""
+"""Every measurement has a command, rows, a section on the page, and reasons for missing values."""
 
 import pytest
 import torch
@@ -74,7 +72,7 @@ def broken(tiny_llama_dir, tiny_tokenizer, tmp_path_factory):
 
 
 @pytest.mark.parametrize("task", NAN)
-def test_a_model_that_emits_nan_gets_rows_that_say_so(task, measure, broken, tmp_path):
+def test_nan_is_an_error_of_the_row(task, measure, broken, tmp_path):
     measure(task, broken)
     for row in rows_in(tmp_path / "out"):
         assert row["value"] is None

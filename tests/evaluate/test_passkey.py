@@ -1,4 +1,3 @@
-import random
 import re
 from dataclasses import replace
 
@@ -8,28 +7,20 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import (
-    GenerationMixin,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
-from transformers.modeling_outputs import CausalLMOutput
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import Batches
-from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.passkey import (
     FILLER,
     INSTRUCTION,
     VARIANTS,
     Case,
     answers,
-    check_lengths,
     make_case,
     passkey_rows,
 )
+from coca_hf.evaluate.rows import Batches
 from tests.evaluate.reader import reads
 from tests.evaluate.runs import run_of
 
@@ -38,44 +29,6 @@ FILLER_LEN = 90  # and of one more filler, with its line break
 SENTENCES = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 )
-
-
-class Talker(PreTrainedModel, GenerationMixin):
-    """A causal language model that answers a prompt with `reply(prompt)`, token by token."""
-
-    config_class = PreTrainedConfig
-
-    def __init__(self, tokenizer, reply):
-        super().__init__(PreTrainedConfig(eos_token_id=tokenizer.eos_token_id, num_hidden_layers=1))
-        self.tokenizer, self.reply = tokenizer, reply
-        self.embed = nn.Embedding(len(tokenizer), 2)
-
-    def get_input_embeddings(self):
-        return self.embed
-
-    def prepare_inputs_for_generation(self, input_ids, **kwargs):
-        return {"input_ids": input_ids}  # all of them, as there is no cache
-
-    def forward(self, input_ids, attention_mask=None, **options):
-        texts = self.tokenizer.batch_decode(input_ids, skip_special_tokens=True)
-        return one_likely(torch.tensor([self.next_id(text) for text in texts]), self.tokenizer)
-
-    def next_id(self, text):
-        prompt, asked, answer = re.split(r"(What is the pass ?key\?(?: The pass key is)?)", text)
-        reply = [
-            *self.tokenizer(self.reply(prompt + asked))["input_ids"],
-            self.tokenizer.eos_token_id,
-        ]
-        return reply[min(len(self.tokenizer(answer)["input_ids"]), len(reply) - 1)]
-
-
-def one_likely(next_ids, tokenizer):
-    """Logits that are highest for one token of each sequence: (b,) to (b, 1, vocab)."""
-    return CausalLMOutput(logits=nn.functional.one_hot(next_ids, len(tokenizer)).float()[:, None])
-
-
-def talker(tokenizer, reply):
-    return LoadedModel(Talker(tokenizer, reply).eval(), tokenizer, "talker", "/talker", "0123")
 
 
 def measure(loaded, out, length=320, num_cases=100, new_tokens=None, batch_size=None, **options):
@@ -107,22 +60,6 @@ def test_the_prompt_is_the_papers_word_for_word(tiny_tokenizer):
     )
 
 
-@pytest.mark.parametrize("length", [SHORTEST, 320, 321, 500, 1009])
-def test_prompts_fill_their_length_never_exceed_it_and_hold_the_key_at_the_stated_distance(
-    length, tiny_tokenizer
-):
-    for number in range(12):
-        case = make_case(tiny_tokenizer, length, seed=5, case_number=number)
-        assert length - FILLER_LEN - 2 < len(case.token_ids) <= length
-        assert 10_000 <= case.key <= 99_999
-        passkey = f"The passkey is {case.key}. Remeber it. {case.key} is the passkey."
-        text = tiny_tokenizer.decode(case.token_ids)
-        assert text.count(passkey) == 1
-        assert tiny_tokenizer.decode(case.token_ids[-case.distance :]).startswith(passkey)
-        before, after = (part.count("The grass is green.") for part in text.split(passkey))
-        assert case.depth == (before / (before + after) if before + after else 0.0)
-
-
 def test_depths_are_spread_over_the_whole_prompt(tiny_tokenizer):
     depths = [make_case(tiny_tokenizer, 760, 0, number).depth for number in range(120)]
     shares = [
@@ -140,24 +77,27 @@ def test_a_case_depends_on_seed_length_and_number_only(tiny_tokenizer):
     assert len({case.key, *(make_case(tiny_tokenizer, *other).key for other in others)}) == 4
 
 
-@pytest.mark.parametrize("text", ["12345", "The passkey is", ""])
-def test_a_constant_model_scores_zero(tiny_tokenizer, tmp_path, text):
-    row = measure(talker(tiny_tokenizer, lambda prompt: text), tmp_path, num_cases=9)
-    assert (row["value"], row["error"]) == (0.0, None)
-
-
-def test_a_key_that_comes_after_the_new_tokens_does_not_count(tiny_tokenizer, tmp_path):
-    late = talker(tiny_tokenizer, lambda prompt: "x" * 20 + read_key(prompt))
-    for new_tokens, share in ((20, 0.0), (40, 1.0)):
-        row = measure(late, tmp_path, num_cases=4, new_tokens=new_tokens)
-        assert row["value"] == share
+@pytest.mark.parametrize(
+    ("reply", "new_tokens", "share"),
+    [
+        (lambda prompt: "The passkey is 12345", 64, 0.0),
+        (lambda prompt: "", 64, 0.0),
+        (lambda prompt: "x" * 20 + read_key(prompt), 20, 0.0),
+        (lambda prompt: "x" * 20 + read_key(prompt), 40, 1.0),
+    ],
+)
+def test_only_a_key_within_the_new_tokens_counts(
+    tiny_tokenizer, tmp_path, reply, new_tokens, share
+):
+    row = measure(reads(tiny_tokenizer, reply), tmp_path, num_cases=4, new_tokens=new_tokens)
+    assert (row["value"], row["error"]) == (share, None)
 
 
 def test_accuracy_is_the_share_of_correct_cases_and_each_has_a_record(tiny_tokenizer, tmp_path):
     def even_only(prompt):
         return read_key(prompt) if int(read_key(prompt)[-1]) % 2 == 0 else "no idea"
 
-    row = measure(talker(tiny_tokenizer, even_only), tmp_path, 400, 20, 30, seed=2)
+    row = measure(reads(tiny_tokenizer, even_only), tmp_path, 400, 20, 30, seed=2)
     records = cases_in(row, tmp_path)
     assert [record["case"] for record in records] == list(range(20))
     assert all(record["correct"] == (record["key"] % 2 == 0) for record in records)
@@ -207,29 +147,18 @@ def test_a_length_too_short_for_the_prompt_is_refused_with_the_shortest_that_doe
     with pytest.raises(CocaError, match=f"--lengths: {least} any filler"):
         passkey_rows(run_of(llama, tmp_path, 500, SHORTEST - 1), 3)
     assert not (tmp_path / "rows.jsonl").exists()  # nothing was measured before the refusal
-    check_lengths(llama, [SHORTEST], 0, 3)
+    passkey_rows(run_of(llama, tmp_path, SHORTEST), 3)
 
 
-def test_keys_scored_by_a_model_that_emits_nan_are_a_row_that_says_so(llama, tmp_path):
+def test_nan_in_scored_keys_is_an_error_of_the_row(llama, tmp_path):
     nn.init.constant_(llama.model.lm_head.weight, torch.nan)
     row = measure(llama, tmp_path, num_cases=2, variant="landmark")
     assert (row["value"], row["error"]) == (None, "the model's logits are NaN")
 
 
-def test_lengths_beyond_learned_positions_get_a_row_that_says_so_and_the_rest_goes_on(
-    llama, tmp_path
-):
-    size = {"n_embd": 12, "n_head": 2, "n_layer": 1, "n_positions": 400}
-    llama.model = GPT2LMHeadModel(GPT2Config(vocab_size=259, **size, eos_token_id=2)).eval()
-    long, short = passkey_rows(run_of(llama, tmp_path, 700, 320), 2, 3)
-    assert long["value"] is None
-    assert long["error"].startswith("the model failed on 700 tokens (IndexError")
-    assert short["value"] == 0.0
-
-
 @pytest.fixture(scope="module")
 def bpe_tokenizer():
-    """Of 400 tokens: whole words, parts of them, and pieces of numbers of one to three digits."""
+    """400 tokens: whole words, parts of words, and numbers of one to three digits."""
     words = [FILLER, INSTRUCTION, *(str(number) for number in range(100, 999, 7))]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -243,23 +172,28 @@ def bpe_tokenizer():
 
 @pytest.mark.parametrize("length", [210, 333, 1009])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_prompts_of_subwords_fill_their_length_and_never_exceed_it(variant, length, bpe_tokenizer):
-    """Where tokens are of many sizes, and filler that is cut in a word can take more of them than
-    the whole word.
+def test_prompts_of_subwords_fill_their_length_and_hold_the_key_at_the_stated_place(
+    variant, length, bpe_tokenizer
+):
+    """Tokens have many sizes, and filler cut inside a word can take more of them than the whole
+    word.
     """
     kind = VARIANTS[variant]
     room = len(bpe_tokenizer(FILLER + "\n\n")["input_ids"]) if variant == "paper" else 4
     for number in range(20):
         case = make_case(bpe_tokenizer, length, 5, number, variant)
         assert length - room <= len(case.token_ids) <= length
+        assert kind.keys[0] <= case.key <= kind.keys[1]
         sentence = kind.sentence.format(key=case.key)
         text = bpe_tokenizer.decode(case.token_ids)
         assert bpe_tokenizer(text)["input_ids"] == case.token_ids
-        assert text.count(sentence) == 1
         assert bpe_tokenizer.decode(case.token_ids[-case.distance :]).startswith(sentence)
+        before, after = (part.count(FILLER) for part in text.split(sentence))
+        if variant == "paper":
+            assert case.depth == (before / (before + after) if before + after else 0.0)
 
 
-def test_a_grid_of_depths_is_kept_in_turn(tiny_tokenizer):
+def test_cases_take_the_depths_of_a_grid_in_turn(tiny_tokenizer):
     """With 22 fillers of 90 bytes, grid points are at most half a filler off."""
     cases = [
         make_case(tiny_tokenizer, SHORTEST + 22 * FILLER_LEN + 2, 0, number, depths=5)
@@ -274,7 +208,9 @@ def test_a_grid_of_depths_is_kept_in_turn(tiny_tokenizer):
 
 @pytest.mark.parametrize("variant", ["yarn", "longlora"])
 @pytest.mark.parametrize("length", [300, 777])
-def test_the_prompt_of_other_scripts_is_theirs_and_never_too_long(variant, length, tiny_tokenizer):
+def test_the_prompts_of_other_scripts_are_theirs_and_never_too_long(
+    variant, length, tiny_tokenizer
+):
     for number in range(8):
         case = make_case(tiny_tokenizer, length, 3, number, variant)
         # Filler is cut by characters, and a byte is a token
@@ -293,46 +229,31 @@ def test_the_prompt_of_other_scripts_is_theirs_and_never_too_long(variant, lengt
 
 CASE = Case(key=417, answer=417, depth=0.5, distance=9, token_ids=[1], answer_ids=[32, 52, 49, 55])
 FOUND = {
-    "paper": ({"It is 417.", "1417", " 417"}, {"41 7", "", "four"}),
-    "yarn": ({" 417.", "well, 417 or 5", "0417"}, {" 5 or 417", "4170", "", "none"}),
+    variant: [[(text, []) for text in texts] for texts in both]
+    for variant, both in {
+        "paper": (("It is 417.", "1417", " 417"), ("41 7", "", "four")),
+        "yarn": ((" 417.", "well, 417 or 5", "0417"), (" 5 or 417", "4170", "", "none")),
+    }.items()
 }
+IDS = [32, 52, 49, 55]  # LongLoRA wants exactly these tokens first
+FOUND["longlora"] = [[("", IDS), ("", [*IDS, 9])], [("", IDS[:3]), ("", [9, *IDS])]]
 
 
 @pytest.mark.parametrize("variant", FOUND)
 def test_scoring_is_that_of_the_script(variant):
     right, wrong = FOUND[variant]
-    assert all(VARIANTS[variant].found(CASE, text, []) for text in right)
-    assert not any(VARIANTS[variant].found(CASE, text, []) for text in wrong)
-
-
-def test_longlora_wants_the_very_tokens_first():
-    found = VARIANTS["longlora"].found
-    assert found(CASE, "", [32, 52, 49, 55])
-    assert found(CASE, "", [32, 52, 49, 55, 9])
-    assert not found(CASE, "", [32, 52, 49])
-    assert not found(CASE, "", [9, 32, 52, 49, 55])
+    assert all(VARIANTS[variant].found(CASE, text, ids) for text, ids in right)
+    assert not any(VARIANTS[variant].found(CASE, text, ids) for text, ids in wrong)
 
 
 @pytest.mark.parametrize("variant", ["paper", "yarn", "longlora"])
 def test_a_model_that_copies_the_key_scores_one_under_every_variant(
     tiny_tokenizer, tmp_path, variant
 ):
-    copier = talker(tiny_tokenizer, lambda prompt: re.search(r"key is( \d+)", prompt).group(1))
+    copier = reads(tiny_tokenizer, lambda prompt: re.search(r"key is( \d+)", prompt).group(1))
     row = measure(copier, tmp_path, 400, 12, variant=variant, depths=3, batch_size=5)
     assert (row["value"], row["variant"], row["depths"]) == (1.0, variant, 3)
     assert (row["length"], row["cases"]) == (400, 12)
-
-
-def test_a_guesser_is_right_once_in_100000_guesses(tiny_tokenizer):
-    """Each five digits in a row are a guess, of which 90,000 are keys and a tenth begins with 0.
-
-    Of 400,000 guesses 4 are right on average, with a standard deviation of 2.
-    """
-    rng, found = random.Random(4), VARIANTS["paper"].found
-    cases = [make_case(tiny_tokenizer, SHORTEST, 0, number) for number in range(50)]
-    guesses = ["".join(rng.choices("0123456789", k=8004)) for _ in cases]
-    right = [found(case, text, []) for case, text in zip(cases, guesses, strict=True)]
-    assert 1 <= sum(right) <= 11
 
 
 @pytest.mark.parametrize(("configured", "trained_on"), [(300, None), (4096, 300)])
@@ -346,7 +267,7 @@ def test_cases_inside_and_beyond_the_trained_length_add_up(
     def near_only(prompt):
         return read_key(prompt) if len(prompt) - prompt.index("The passkey is") <= 300 else "?"
 
-    loaded = talker(tiny_tokenizer, near_only)
+    loaded = reads(tiny_tokenizer, near_only)
     loaded.model.config.max_position_embeddings = configured
     loaded = replace(loaded, trained_seq_len=trained_on)
     row = measure(loaded, tmp_path, 900, 40)
@@ -373,20 +294,11 @@ def test_landmark_scores_the_key_without_generation(tiny_tokenizer, tmp_path):
     assert outputs == [f" {case.key}" for case in cases]
 
 
-@torch.no_grad()
-def test_nats_per_digit_are_those_of_a_loop_over_cases(coca, tmp_path):
-    coca.model.double()
+def test_nats_per_digit_are_those_of_all_cases(coca, tmp_path):
     row = measure(coca, tmp_path, 330, 3, seed=4, variant="landmark")
-    nats = 0.0
-    for number in range(3):
-        case = make_case(coca.tokenizer, 330, 4, number, "landmark")
-        assert len(case.answer_ids) == 6  # a space and five digits, a token each
-        ids = torch.tensor([case.token_ids + case.answer_ids])
-        logits = coca.model(ids).logits[0].log_softmax(-1)
-        for place, token in enumerate(case.answer_ids, len(case.token_ids) - 1):
-            nats -= logits[place, token].item()
-    assert row["nats_per_digit"] == pytest.approx(nats / 15, rel=1e-6)
-    assert sum(line["nll"] for line in cases_in(row, tmp_path)) == pytest.approx(nats)
+    cases = cases_in(row, tmp_path)
+    assert [case["answer_tokens"] for case in cases] == [6] * 3  # a space and five digits
+    assert row["nats_per_digit"] == pytest.approx(sum(case["nll"] for case in cases) / 15)
 
 
 def test_new_tokens_of_a_variant_without_generation_are_refused(coca, tmp_path):

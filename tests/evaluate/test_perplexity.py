@@ -12,22 +12,21 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import coca_hf
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import Batches
-from coca_hf.evaluate.loaded_model import LoadedModel
+from coca_hf.evaluate.loaded_model import LoadedModel, check_choice
 from coca_hf.evaluate.perplexity import (
     VARIANTS,
     Window,
-    compute_windows,
     perplexity_rows,
     token_losses,
     windows_of,
 )
+from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import Sample, draw_sample
 from tests.evaluate.runs import run_of
 
 
 def double_loop(model, documents, length, stride):
-    """Perplexity token by token: each by a forward over what its window holds before it."""
+    """Perplexity token by token, each from a forward over the tokens before it in its window."""
     losses = []
     for ids in documents:
         for target in range(1, len(ids)):
@@ -37,17 +36,6 @@ def double_loop(model, documents, length, stride):
                 last = model(input_ids=ids[None, start:target]).logits[0, -1]
             losses.append(-last.double().log_softmax(-1)[ids[target]].item())
     return math.exp(math.fsum(losses) / len(losses))
-
-
-def total_nll(model, documents, length, stride):
-    lengths = [len(ids) for ids in documents]
-    windows = VARIANTS["sliding"].windows(lengths, length, stride, [])
-
-    def compute(batch):
-        return token_losses(model, documents, batch).double().sum(-1).tolist()
-
-    windows, nlls = compute_windows(windows, compute, Batches(1))
-    return math.fsum(nlls), sum(window.scored_len for window in windows)
 
 
 def documents_of(*lengths, vocab_size=259):
@@ -64,9 +52,7 @@ TRAINED = 6  # tokens, so that a window of 12 is beyond and one of 5 is not
 
 
 def inv_freq(rope, length):
-    """Of the four pairs of a head, by the formulas of linear and dynamic RoPE, at base 10,000 and
-    factor 3.
-    """
+    """The formulas of linear and dynamic RoPE, for four pairs, base 10,000 and factor 3."""
     stretch = max(3 * length / TRAINED - 2, 1) if rope == "dynamic:3" else 1
     base, slower = 10_000 * stretch ** (8 / 6), 3 if rope == "linear:3" else 1
     return torch.tensor([base ** (-pair / 4) / slower for pair in range(4)])
@@ -74,7 +60,7 @@ def inv_freq(rope, length):
 
 @pytest.fixture(scope="module", params=["llama", "slack", "strict"])
 def model(request):
-    """In float64, with an attention that is sharp enough for every position to count."""
+    """In float64, with an attention so sharp that every position counts."""
     torch.manual_seed(3)
     sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2}
     sizes["max_position_embeddings"] = TRAINED
@@ -120,9 +106,7 @@ def test_perplexity_equals_a_double_loop_over_tokens(
 
 
 def test_losses_over_a_large_vocabulary_are_exact():
-    """Of 50,000 logits in float32, against float64: the sum of their exponentials must not lose
-    digits.
-    """
+    """The sum of 50,000 exponentials in float32 must not lose digits against float64."""
     generator = torch.Generator().manual_seed(6)
     logits = torch.randn(2, 21, 50_000, generator=generator)
 
@@ -137,26 +121,6 @@ def test_losses_over_a_large_vocabulary_are_exact():
     targets = torch.stack(documents)[:, 1:, None]
     expected = -logits.double().log_softmax(-1).gather(-1, targets)[..., 0]
     torch.testing.assert_close(losses.double(), expected, rtol=0, atol=3e-6)
-
-
-def test_perplexity_weighs_tokens_and_not_windows_or_documents():
-    """A model that gives token 1 half the probability after any token, and all others the rest in
-    equal parts.
-    """
-    vocab_size = 5
-    logits = torch.full((vocab_size,), math.log(0.5 / (vocab_size - 1)))
-    logits[1] = math.log(0.5)
-
-    class Unigram(nn.Module):
-        device = torch.device("cpu")
-
-        def forward(self, input_ids, use_cache):
-            return SimpleNamespace(logits=logits.expand(*input_ids.shape, vocab_size))
-
-    documents = [torch.ones(31, dtype=torch.long), torch.full((8,), 2)]
-    nll, tokens = total_nll(Unigram(), documents, 7, 3)
-    assert tokens == 30 + 7
-    assert nll == pytest.approx(-30 * math.log(0.5) - 7 * math.log(0.125), rel=1e-6)
 
 
 @pytest.mark.parametrize(("length", "stride"), [(1, 1), (5, 1), (5, 2), (6, 6), (9, 7)])
@@ -224,13 +188,6 @@ def test_the_recorded_checks_differ_from_both_other_computations_by_a_thousandth
     assert lengths == expected
 
 
-def test_rows_already_there_are_not_measured_again(llama, books, tmp_path, monkeypatch):
-    first = rows_of(llama, books, tmp_path / "out")
-    monkeypatch.setattr(llama.model, "forward", None)
-    assert rows_of(llama, books, tmp_path / "out") == first
-    assert len((tmp_path / "out" / "rows.jsonl").read_text().splitlines()) == 2
-
-
 @pytest.mark.parametrize("change", ["model", "data", "dtype", "length", "rope"])
 def test_a_changed_setting_is_measured_again(llama, books, tmp_path, change):
     rows_of(llama, books, tmp_path / "out", lengths=(40,))
@@ -247,9 +204,7 @@ def test_a_changed_setting_is_measured_again(llama, books, tmp_path, change):
     assert len((tmp_path / "out" / "rows.jsonl").read_text().splitlines()) == 2
 
 
-def test_lengths_beyond_learned_positions_get_a_row_that_says_so_and_the_rest_goes_on(
-    llama, tmp_path
-):
+def test_a_length_beyond_learned_positions_is_an_error_of_its_row_only(llama, tmp_path):
     torch.manual_seed(1)
     config = GPT2Config(vocab_size=259, n_embd=12, n_head=2, n_layer=1, n_positions=32)
     llama.model = GPT2LMHeadModel(config).eval()
@@ -262,10 +217,8 @@ def test_lengths_beyond_learned_positions_get_a_row_that_says_so_and_the_rest_go
     )
 
 
-def test_lm_evals_rolling_perplexity_is_ours_where_its_windows_are(coca, tmp_path):
-    """A stride of the length, a first token that is not scored, and texts of 3 and 5 whole windows
-    of 13 tokens.
-    """
+def test_lm_evals_rolling_perplexity_equals_ours_on_equal_windows(coca, tmp_path):
+    """Equal windows: stride and length equal, no score for the first token, whole windows of 13."""
     texts = ["a sea voyage, a ball and no trains at all"[:39], ("one more voyage, " * 4)[:65]]
     huggingface = pytest.importorskip("lm_eval.models.huggingface")
     from lm_eval.api.instance import Instance
@@ -283,3 +236,103 @@ def test_lm_evals_rolling_perplexity_is_ours_where_its_windows_are(coca, tmp_pat
     (row,) = perplexity_rows(run_of(coca, tmp_path, 13), sample, 13)
     assert row["tokens"] == 39 + 65
     assert row["value"] == pytest.approx(math.exp(-sum(loglikelihoods) / (39 + 65)), rel=1e-6)
+
+
+@torch.no_grad()
+def yarn(model, texts, bos, max_length, sliding_window, truncate):
+    """Mean of the losses that transformers itself gives for windows of text with masked labels."""
+    room = max_length - (bos is not None)
+    if truncate:
+        texts, sliding_window = [ids[:room] for ids in texts], room
+    losses = []
+    for ids in texts:
+        done = 0
+        for begin in range(0, len(ids), sliding_window):
+            end = min(begin + room, len(ids))
+            window = (
+                ids[begin:end] if bos is None else torch.cat((torch.tensor([bos]), ids[begin:end]))
+            )
+            labels = window.clone()
+            labels[: max(len(window) - (end - done), 0)] = -100
+            losses.append(model(window[None], labels=labels[None]).loss)
+            done = end
+            if end == len(ids):
+                break
+    return math.exp(torch.stack(losses).double().mean())
+
+
+@torch.no_grad()
+def longlora(model, texts, seq_len, sliding_window):
+    """Mean of the losses that transformers gives for whole windows of the stream, the last one left
+    out.
+    """
+    stream = torch.cat(texts)
+    begins = list(range(0, len(stream) - seq_len, sliding_window))[:-1]
+    windows = [stream[None, begin : begin + seq_len] for begin in begins]
+    return 2.71828 ** torch.stack([model(x, labels=x).loss for x in windows]).double().mean().item()
+
+
+def value(loaded, books, out, variant, length, stride, **options):
+    sample = draw_sample(
+        loaded, str(books), length, special_tokens=VARIANTS[variant].special_tokens
+    )
+    (row,) = perplexity_rows(run_of(loaded, out, length, **options), sample, stride, variant)
+    return row["value"]
+
+
+@pytest.fixture
+def texts(llama, books):
+    return [
+        torch.tensor(llama.tokenizer(path.read_text(), add_special_tokens=False)["input_ids"])
+        for path in sorted(books.iterdir())
+    ]
+
+
+@pytest.mark.parametrize(("length", "stride"), [(50, 16), (64, 64), (49, 7), (210, 30), (10, 60)])
+@pytest.mark.parametrize("truncate", [False, True])
+@pytest.mark.parametrize("bos", [True, False])
+def test_yarn_equals_its_script(llama, books, texts, tmp_path, length, stride, truncate, bos):
+    if not bos:
+        llama.tokenizer.bos_token = None
+    variant = "yarn-truncate" if truncate else "yarn"
+    got = value(llama, books, tmp_path / "out", variant, length, min(stride, length), batch_size=3)
+    expected = yarn(
+        llama.model, texts, llama.tokenizer.bos_token_id, length, min(stride, length), truncate
+    )
+    assert got == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("length", "stride"), [(50, 16), (64, 64), (331, 100)])
+def test_longlora_equals_its_script(llama, books, texts, tmp_path, length, stride):
+    # A document of 420 tokens
+    (books / "austen.txt").write_text((books / "austen.txt").read_text() * 2)
+    texts[0] = torch.cat((texts[0], texts[0]))
+    for name in ("bronte.txt", "conrad.txt"):
+        (books / name).write_text((books / name).read_text() * 2)
+    texts[1:] = [torch.cat((ids, ids)) for ids in texts[1:]]
+    got = value(llama, books, tmp_path / "out", "longlora", length, stride, batch_size=4)
+    assert got == pytest.approx(longlora(llama.model, texts, length, stride), rel=1e-5)
+
+
+def test_variants_are_rows_of_their_own_and_their_values_differ(llama, books, tmp_path):
+    values = {
+        variant: value(llama, books, tmp_path / "out", variant, 60, 20) for variant in VARIANTS
+    }
+    assert len(set(values.values())) == 4
+    assert len({row["row_id"] for row in RowStore(tmp_path / "out")._rows}) == 4
+
+
+def test_a_stream_too_short_for_longlora_is_refused(llama, books, tmp_path):
+    for name in ("bronte.txt", "conrad.txt"):
+        (books / name).unlink()
+    with pytest.raises(
+        CocaError,
+        match="longlora: got 210 tokens in all documents together, expected more than 220",
+    ):
+        value(llama, books, tmp_path / "out", "longlora", 200, 20)
+
+
+def test_an_unknown_variant_is_refused_with_the_known_ones():
+    known = "expected one of sliding, yarn, yarn-truncate, longlora"
+    with pytest.raises(CocaError, match=f"--variant: got 'proof', {known}"):
+        check_choice("--variant", "proof", VARIANTS)

@@ -18,9 +18,7 @@ def measure(loaded, books, out, length=100, bucket=64, **options):
 
 @torch.no_grad()
 def by_index(model, documents, length):
-    """Losses of every document by index, token by token, from what a window of its own holds before
-    the token.
-    """
+    """Losses by document and index, each from a forward over the tokens before it in its window."""
     found = {}
     for document, ids in enumerate(documents):
         for target in range(1, len(ids)):
@@ -70,7 +68,7 @@ def test_the_buckets_make_the_perplexity_of_disjoint_windows(llama, books, tmp_p
     assert row["nll_beyond"] == nats_per_token(beyond)
 
 
-def test_a_model_that_breaks_at_its_boundary_shows_it_where_it_is(llama, books, tmp_path):
+def test_a_model_that_breaks_at_its_boundary_shows_where(llama, books, tmp_path):
     """Attention is made to overflow from position 64 on, by the norm of its last layer: the curve
     jumps there.
     """
@@ -97,7 +95,7 @@ def test_nothing_beyond_the_trained_length_is_null(llama, books, tmp_path):
     assert row["nll_inside"] == row["nll"]
 
 
-def test_ranges_are_cut_where_people_ask_and_at_the_trained_length(llama, books, tmp_path):
+def test_ranges_are_cut_at_the_edges_and_the_trained_length(llama, books, tmp_path):
     row, buckets = measure(llama, books, tmp_path / "out", 128, bucket=16)
     # trained length 64
     assert [(part["first"], part["end"]) for part in row["ranges"]] == [(0, 64), (64, 128)]
@@ -108,9 +106,7 @@ def test_ranges_are_cut_where_people_ask_and_at_the_trained_length(llama, books,
     assert firsts == [(0, 32), (32, 96), (96, 128)]
 
 
-def test_a_range_says_which_tokens_it_has_where_buckets_do_not_end_at_its_edges(
-    llama, books, tmp_path
-):
+def test_an_edge_inside_a_bucket_cuts_at_the_buckets_end(llama, books, tmp_path):
     row, _ = measure(llama, books, tmp_path / "out", 128, bucket=50)  # trained length 64
     assert [(part["first"], part["end"]) for part in row["ranges"]] == [(0, 100), (100, 128)]
     _, single = measure(llama, books, tmp_path / "single", 128, bucket=1)

@@ -1,6 +1,4 @@
-"""Data sets on the hub, which a server on this machine stands in for, are read as their files would
-be.
-"""
+"""Data sets on the hub, served by a local stand-in, are read like local files."""
 
 import pyarrow
 import pytest
@@ -60,40 +58,36 @@ def test_a_preset_is_its_data_set_on_the_hub(
     )
 
 
-def test_a_subset_at_a_revision_is_what_is_read_and_what_the_row_says(
+def test_a_subset_at_a_revision_is_read_and_named_in_the_row(
     tiny_llama_dir, tmp_path, monkeypatch, coca_eval
 ):
-    def files(texts):
+    def files(**texts):
+        made = {}
         for name, text in texts.items():
             parquet.write_table(pyarrow.table({"text": [text * 9]}), tmp_path / "a.parquet")
-            yield f"{name}.parquet", (tmp_path / "a.parquet").read_bytes()
+            made[f"{name}.parquet"] = (tmp_path / "a.parquet").read_bytes()
         listed = "".join(
             f"- config_name: {name}\n  data_files:\n  - split: test\n    path: {name}.parquet\n"
             for name in texts
         )
-        yield "README.md", f"---\nconfigs:\n{listed}---\n".encode()
+        return made | {"README.md": f"---\nconfigs:\n{listed}---\n".encode()}
 
-    first = dict(
-        files({"en": "Emma Woodhouse, handsome, clever. ", "de": "Alle Tage sind gleich lang. "})
-    )
+    first = files(en="Emma Woodhouse, handsome, clever. ", de="Alle Tage sind gleich lang. ")
+    out, one = tmp_path / "out", "1" * 40
     with serving_data_set("somebody/books", first, tmp_path, monkeypatch) as hub:
-        hub.commits["2" * 40] = dict(
-            files({"en": "Something else altogether. ", "de": "Etwas anderes. "})
-        )
-        command = (
-            f"perplexity {tiny_llama_dir} --data {hub.repo} --lengths 64 --out {tmp_path / 'out'}"
-        )
+        hub.commits["2" * 40] = files(en="Something else altogether. ", de="Etwas anderes. ")
+        command = f"perplexity {tiny_llama_dir} --data {hub.repo} --lengths 64 --out {out}"
         for subset in ("en", "de"):
-            code, _, stderr = coca_eval(command, f"--subset {subset} --data-revision", "1" * 40)
+            code, _, stderr = coca_eval(command, f"--subset {subset} --data-revision {one}")
             assert code == 0, stderr
-    english, german = rows_in(tmp_path / "out")
-    assert (english["subset"], english["data_revision"], english["data_commit"]) == (
+    english, german = rows_in(out)
+    assert [english[name] for name in ("subset", "data_revision", "data_commit")] == [
         "en",
-        "1" * 40,
-        "1" * 40,
-    )
+        one,
+        one,
+    ]
     assert (english["tokens"], german["tokens"]) == (34 * 9 - 1, 28 * 9 - 1)
-    settings = {table.settings.partition(",")[2] for table in read_tables([tmp_path / "out"])}
+    settings = {table.settings.partition(",")[2] for table in read_tables([out])}
     assert settings == {
-        f" subset {name}, revision {'1' * 40}, 1 document, stride 512" for name in ("en", "de")
+        f" subset {name}, revision {one}, 1 document, stride 512" for name in ("en", "de")
     }

@@ -1,6 +1,7 @@
-"""What is taken for queries and keys, against the attention that models really compute."""
+"""The products of queries and keys, against the attention that models really compute."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -38,74 +39,49 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+COCA = itertools.product(("llama", "qwen3, norms", "gpt_neox, partial"), ("slack", "strict"))
+
+
+@pytest.mark.parametrize(("family", "constraint"), [*((name, None) for name in CONFIGS), *COCA])
 @torch.no_grad()
-def test_products_give_the_scores_that_attention_really_has(family):
-    """a(m, n) = sum_j |h_j| cos(Theta_j + (m - n) theta_j), plus what unrotated dimensions add, is
-    softmax's input.
+def test_products_give_the_scores_that_attention_really_has(family, constraint):
+    """Re sum_j [h_j exp(i (m - n) theta_j) + g_j exp(i (m + n) theta_j)], plus what a plain model's
+    unrotated dimensions add, is softmax's input. CoCA's unrotated pairs have the angle zero; its
+    layer 1 is kept.
     """
     torch.manual_seed(1)
     config = CONFIGS[family]
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    for name, parameter in model.named_parameters():
+    d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    theta, close = frequencies(model), {"rtol": 1e-3, "atol": 1e-5}
+    if constraint:
+        close = {"rtol": 0, "atol": 1e-6}
+        theta = nn.functional.pad(theta, (0, d // 2 - len(theta)))
+        model = patch_(model, constraint, keep_layers=[1]).eval()
+        model.set_attn_implementation("eager")
+    for name, parameter in model.named_parameters() if not constraint else ():
         if name.endswith("bias") or "q_norm" in name or "k_norm" in name:
             nn.init.normal_(parameter)
     ids = torch.randint(53, (1, 11), generator=torch.Generator().manual_seed(2))
     m, n = torch.tril_indices(11, 11).unbind()
-    products = {}
-    with visiting_products(
-        model, frequencies(model), lambda layer, of: products.update({layer: of(m, n)})
-    ):
-        attentions = model(ids, output_attentions=True).attentions
-    assert sorted(products) == list(range(config.num_hidden_layers))
-    for layer, weights in enumerate(attentions):
-        h, g = products[layer]
-        assert not g.any()
-        h = h.to(torch.complex128)
-        angle = h.angle() + (m - n)[:, None] * frequencies(model)
-        scores = torch.full(weights.shape[1:], -math.inf, dtype=torch.float64)
-        scores[:, m, n] = (h.abs() * angle.cos()).sum(-1)
-        d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        scores[:, m, n] *= d**-0.5
-        if "neox" in family:
-            scores[:, m, n] += unrotated(model, layer, ids, m, n) * d**-0.5
-        torch.testing.assert_close(scores.softmax(-1), weights[0].double(), rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("constraint", ["slack", "strict"])
-@pytest.mark.parametrize("family", ["llama", "qwen3, norms", "gpt_neox, partial"])
-@torch.no_grad()
-def test_products_of_coca_give_the_scores_that_its_attention_really_has(family, constraint):
-    """Strict by h_j alone; slack by g_j too, which go by m + n. Unrotated pairs are pairs of angle
-    zero.
-    """
-    torch.manual_seed(1)
-    config = CONFIGS[family]
-    model = patch_(AutoModelForCausalLM.from_config(config), constraint, keep_layers=[1]).eval()
-    model.set_attn_implementation("eager")
-    ids = torch.randint(53, (1, 11), generator=torch.Generator().manual_seed(2))
-    m, n = torch.tril_indices(11, 11).unbind()
-    d = model.config.head_dim
-    theta = torch.zeros(d // 2, dtype=torch.float64)
-    theta[: len(frequencies(model))] = frequencies(model)
     products = {}
     with visiting_products(model, theta, lambda layer, of: products.update({layer: of(m, n)})):
         attentions = model(ids, output_attentions=True).attentions
     assert sorted(products) == list(range(config.num_hidden_layers))
     for layer, weights in enumerate(attentions):
         h, g = (part.to(torch.complex128) for part in products[layer])
-        if layer == 1:  # kept: RoPE's own, at any angle
+        if constraint is None or layer == 1:  # RoPE's own, at any angle
             assert h.imag.any()
-            assert g.abs().max() < 1e-6 * h.abs().max()
+            assert g.abs().max() <= (1e-6 if constraint else 0) * h.abs().max()
         else:
             assert bool(g.any()) == bool(h.imag.any()) == (constraint == "slack")
-        parts = h * torch.exp(1j * (m - n)[:, None] * theta) + g * torch.exp(
-            1j * (m + n)[:, None] * theta
-        )
+        near, far = ((1j * places[:, None] * theta).exp() for places in (m - n, m + n))
         scores = torch.full(weights.shape[1:], -math.inf, dtype=torch.float64)
-        scores[:, m, n] = parts.real.sum(-1) * d**-0.5
+        scores[:, m, n] = (h * near + g * far).real.sum(-1) * d**-0.5
+        if constraint is None and "neox" in family:
+            scores[:, m, n] += unrotated(model, layer, ids, m, n) * d**-0.5
         assert scores[:, m, n].std() > 0.05  # or else every softmax is alike
-        torch.testing.assert_close(scores.softmax(-1), weights[0].double(), rtol=0, atol=1e-6)
+        torch.testing.assert_close(scores.softmax(-1), weights[0].double(), **close)
 
 
 @torch.no_grad()
@@ -158,7 +134,7 @@ def unrotated(model, layer, ids, m, n):
     return (q[:, m, 8:] * k[:, n, 8:]).sum(-1)
 
 
-def test_the_model_is_as_it_was_afterwards(llama, coca):
+def test_the_model_is_unchanged_afterwards(llama, coca):
     rotate = modeling_llama.apply_rotary_pos_emb
     for model in (llama.model, coca.model):
         ids = torch.arange(9)[None]

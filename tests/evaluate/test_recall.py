@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerFast
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.answers import Case, score_answers
-from coca_hf.evaluate.batches import Batches
 from coca_hf.evaluate.passkey import FILLER, VARIANTS
 from coca_hf.evaluate.passkey import make_case as make_passkey
 from coca_hf.evaluate.recall import make_case, recall_rows
+from coca_hf.evaluate.rows import Batches
 from coca_hf.tokens import around_text
 from tests.evaluate.reader import reads
 from tests.evaluate.runs import run_of
@@ -60,7 +60,7 @@ def test_a_case_depends_on_seed_length_pairs_and_number_only(tiny_tokenizer):
 
 
 @pytest.mark.parametrize("variant", [None, *VARIANTS])
-def test_a_prompt_goes_on_where_the_tokenizer_ends_texts(tiny_tokenizer, variant):
+def test_a_prompt_omits_the_tokens_that_end_a_text(tiny_tokenizer, variant):
     ends = copy.deepcopy(tiny_tokenizer)
     ends.backend_tokenizer.post_processor = TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
@@ -80,7 +80,7 @@ def test_a_prompt_goes_on_where_the_tokenizer_ends_texts(tiny_tokenizer, variant
 
 
 def tokenizer_of(words, unknown, template):
-    """Of whole words, the first of which are <s> and </s>."""
+    """A tokenizer of whole words, the first of which are <s> and </s>."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unknown))
     special_tokens = [("<s>", 0), ("</s>", 1)]
     tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special_tokens)

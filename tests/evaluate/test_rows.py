@@ -28,7 +28,7 @@ def test_a_row_is_found_by_its_settings_in_a_later_run(tmp_path):
 
 
 @pytest.mark.parametrize("kept_bytes", [1, 40, -1])
-def test_a_last_line_that_a_kill_cut_short_is_dropped_and_the_file_goes_on(tmp_path, kept_bytes):
+def test_a_last_line_that_a_kill_cut_short_is_dropped(tmp_path, kept_bytes):
     path = tmp_path / "rows.jsonl"
     RowStore(tmp_path).append(PasskeyRow, ROW)
     path.write_bytes(path.read_bytes() + json.dumps(ROW | {"length": 1024}).encode()[:kept_bytes])
@@ -38,7 +38,7 @@ def test_a_last_line_that_a_kill_cut_short_is_dropped_and_the_file_goes_on(tmp_p
     assert [json.loads(line)["length"] for line in path.read_text().splitlines()] == [512, 2048]
 
 
-def test_a_last_row_without_the_end_of_its_line_is_kept(tmp_path):
+def test_a_last_row_without_a_line_break_is_kept(tmp_path):
     path = tmp_path / "rows.jsonl"
     row = RowStore(tmp_path).append(PasskeyRow, ROW)
     path.write_text(path.read_text().rstrip("\n"))
@@ -88,7 +88,7 @@ ODD = [*(json.dumps(ROW | {"value": value}) for value in ("7", [1])), '{"a": 1}'
 @pytest.mark.parametrize(
     "line", ["not json", "[1, 2]", "[]", '[["task", 1]]', "7", "[" * 9999, *ODD]
 )
-def test_a_whole_line_that_is_no_row_is_refused_by_number_and_kept(tmp_path, line):
+def test_a_complete_line_that_is_not_a_row_is_refused_by_number_and_kept(tmp_path, line):
     path = tmp_path / "rows.jsonl"
     path.write_bytes((json.dumps(ROW) + f"\n{line}\n").encode(errors="surrogateescape"))
     with pytest.raises(CocaError, match=r"line 2: got no row of coca-eval; delete the line"):
@@ -105,7 +105,7 @@ def test_rows_that_cannot_be_read_are_one_line(tmp_path):
         RowStore(tmp_path)
 
 
-def test_a_table_that_is_being_written_is_no_part_of_its_directory(tmp_path, monkeypatch):
+def test_an_unfinished_table_is_not_part_of_its_directory(tmp_path, monkeypatch):
     """Nor is one that a killed run has left; one whose disk was full goes."""
     store, seen = RowStore(tmp_path), []
     store.append(PasskeyRow, ROW, {"cases": [{"case": 7}]})
@@ -125,7 +125,7 @@ def test_a_table_that_is_being_written_is_no_part_of_its_directory(tmp_path, mon
 @pytest.mark.parametrize(
     "dates", [("2026-01-03", "2026-01-01"), ("2026-01-01", "2026-01-03"), ("2026-01-02",) * 2]
 )
-def test_the_page_and_a_later_run_take_the_same_of_two_rows_of_one_measurement(tmp_path, dates):
+def test_the_page_and_a_later_run_use_the_same_row_of_a_measurement(tmp_path, dates):
     """The later, wherever it stands; of one second, the last."""
     rows = [
         made.row(value=value, date=f"{date}T00:00:00+00:00")
@@ -138,7 +138,7 @@ def test_the_page_and_a_later_run_take_the_same_of_two_rows_of_one_measurement(t
     assert table.rows[0]["value"] == (8 if dates[0] > dates[1] else 9)
 
 
-def test_documents_are_the_same_where_their_tokens_are(tmp_path):
+def test_documents_are_identified_by_their_tokens(tmp_path):
     """Wherever they are read from, as when a relative path leads there from another directory."""
     row = made.row(data="../books", data_hash="t")
     store = RowStore(made.write_rows(tmp_path, row))

@@ -102,7 +102,7 @@ def test_with_skip_short_the_draw_is_from_the_long_documents_alone(llama, many):
     assert draw_sample(llama, many, 65, documents=9, seed=5).names == sample.names
 
 
-def test_a_source_that_ends_gives_the_long_documents_there_are(llama, many):
+def test_a_source_with_few_long_documents_gives_them_all(llama, many):
     sample = draw_sample(llama, many, 71, documents=10, skip_short=True)
     assert sample.names == [f"{number:02}.txt" for number in range(21, 30)]
     assert sample.describe()["skipped_documents"] == [f"{number:02}.txt" for number in range(21)]

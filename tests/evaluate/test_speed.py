@@ -127,7 +127,7 @@ SENSELESS = {
 
 
 @pytest.mark.parametrize("option", SENSELESS)
-def test_options_that_make_no_sense_are_one_line(option, tiny_llama_dir, tmp_path, coca_eval):
+def test_senseless_options_are_one_line(option, tiny_llama_dir, tmp_path, coca_eval):
     code, _, stderr = coca_eval(
         f"speed {tiny_llama_dir} --lengths 16 --out {tmp_path / 'out'} {option}"
     )

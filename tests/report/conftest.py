@@ -42,9 +42,7 @@ def chromium():
 
 @pytest.fixture
 def open_page(chromium):
-    """Open a file at a width in a colour scheme; what the page says on its console and asks for is
-    kept with it.
-    """
+    """Open a file at a width in a colour scheme, and record its console output and requests."""
     contexts = []
 
     def open_(path, width=1280, scheme="light"):

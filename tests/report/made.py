@@ -1,6 +1,4 @@
-"""Rows made by hand, with the raw files beside them that `coca-eval` writes: for what no tiny model
-would show.
-"""
+"""Hand-made rows with the raw files of `coca-eval`, for what no tiny model would show."""
 
 import itertools
 import json
@@ -21,7 +19,7 @@ BOOKS = {
 
 
 def row(model="llama", rope="default", length=512, value=7.25, task="perplexity", **changes):
-    """A row of any task; its model is CoCA where its name says so."""
+    """A row of any task; its model is CoCA if its name says so."""
     shared = {
         "model": model,
         "model_path": f"/models/{model}",

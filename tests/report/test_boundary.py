@@ -52,9 +52,7 @@ def decay_lines(scale):
 
 @pytest.fixture
 def axes(tmp_path):
-    """Of every figure by its name, of a model at two lengths, of which the longer counts, and of
-    strict CoCA.
-    """
+    """The axes of every figure by name: of a model at two lengths, the longer counts, and of strict."""
     directory = tmp_path / "run"
     short, long, coca = (
         row(model, length=length, value=0.5, task="boundary")

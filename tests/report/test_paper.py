@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 
 from coca_cli import convert, evaluate, train
 from coca_hf import CocaLlamaConfig
-from coca_hf.evaluate.rope import parse_ropes
+from coca_hf.evaluate.loaded_model import parse_ropes
 from coca_hf.evaluate.sample import check_preset
 from coca_hf.train.gpu_plan import GIB, RESERVE, plan_recipe
 from coca_hf.train.model import start_config

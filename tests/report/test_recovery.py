@@ -13,6 +13,12 @@ from coca_hf.report.recovery import read_recovery, recovery
 from tests.report.made import row, write_rows
 
 
+def rewrite(path, change):
+    """Change every line of a log."""
+    lines = [change(number, json.loads(line)) for number, line in enumerate(path.open())]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines if line))
+
+
 @pytest.fixture
 def out(tmp_path):
     """Two complete stages and one that has begun."""
@@ -20,27 +26,25 @@ def out(tmp_path):
     losses = {"1-k": (9.0, 5.0), "2-qkv": (5.0, 4.0), "10-full": (4.0, None)}
     for number, (stage, (before, after)) in enumerate(losses.items()):
         (directory / stage).mkdir(parents=True)
-        lines = [{"step": 0, "held_out_loss": before, "tokens_seen": number * 100}]
-        lines.append(
-            {
-                "step": 5,
-                "loss": before - 0.5,
-                "learning_rate": 0.1,
-                "tokens_seen": number * 100 + 50,
-            }
-        )
+        seen = 100 * number
+        lines = [
+            {"step": 0, "held_out_loss": before, "tokens_seen": seen},
+            {"step": 5, "loss": before - 0.5, "learning_rate": 0.1, "tokens_seen": seen + 50},
+        ]
         if after:
-            lines.append({"step": 10, "held_out_loss": after, "tokens_seen": number * 100 + 100})
-            record = {
-                "tokens_seen": number * 100 + 100,
-                "held_out": {"before": before, "after": after},
-            }
+            lines.append({"step": 10, "held_out_loss": after, "tokens_seen": seen + 100})
+            record = {"tokens_seen": seen + 100, "held_out": {"before": before, "after": after}}
             (directory / stage / "training.json").write_text(json.dumps(record))
-        (directory / stage / "log.jsonl").write_text(
-            "".join(json.dumps(line) + "\n" for line in lines)
-        )
+        log = "".join(json.dumps(line) + "\n" for line in lines)
+        (directory / stage / "log.jsonl").write_text(log)
     (directory / "recipe.yaml").write_text("model: x\n")
     return directory
+
+
+def curves_of(figure):
+    """The axes, and the points of each line by its label."""
+    axes = draw(figure.drawing, 5, 3, True).axes[0]
+    return axes, {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
 
 
 def test_stages_are_read_in_order_with_their_losses(out):
@@ -61,57 +65,41 @@ def test_the_table_has_loss_and_perplexity_of_complete_stages(out):
 
 def test_the_curve_has_every_loss_and_names_where_stages_begin(out):
     (figure,) = recovery([read_recovery(out)]).figures()
-    lines = {
-        line.get_label(): line.get_xydata().tolist()
-        for line in draw(figure.drawing, 5, 3, True).axes[0].lines
-    }
+    axes, lines = curves_of(figure)
     assert lines["run, held out"] == [[0, 9], [100, 5], [100, 5], [200, 4], [200, 4]]
     assert lines["run, training"] == [[50, 8.5], [150, 4.5], [250, 3.5]]
-    assert [text.get_text() for text in draw(figure.drawing, 5, 3, True).axes[0].texts] == [
-        "k",
-        "qkv",
-        "full",
-    ]
+    assert [text.get_text() for text in axes.texts] == ["k", "qkv", "full"]
 
 
 def test_of_a_mixed_objective_the_loss_of_the_language_model_is_drawn(out):
+    losses = {"loss": 2.0, "loss_lm": 3.0, "loss_distill": 1.0}
     with (out / "10-full/log.jsonl").open("a") as log:
-        log.write(
-            json.dumps(
-                {"step": 7, "loss": 2.0, "loss_lm": 3.0, "loss_distill": 1.0, "tokens_seen": 260}
-            )
-            + "\n"
-        )
+        log.write(json.dumps({"step": 7, **losses, "tokens_seen": 260}) + "\n")
     assert read_recovery(out).stages[2].training == [(250, None, 3.5), (260, None, 3.0)]
 
 
 def test_where_stages_begin_is_not_drawn_for_several_runs(out):
     (figure,) = recovery([read_recovery(out)] * 2).figures()
-    assert not draw(figure.drawing, 5, 3, True).axes[0].texts
+    assert not curves_of(figure)[0].texts
     assert "Dashed" not in figure.caption
 
 
 def test_against_seconds_the_calibration_and_the_stages_before_count(out):
     for stage, (directory, seconds) in enumerate({"1-k": 60, "2-qkv": 30, "10-full": None}.items()):
-        log = out / directory / "log.jsonl"
-        lines = [json.loads(line) for line in log.read_text().splitlines()]
-        for number, line in enumerate(lines):
-            line["seconds"] = 10.0 * number + stage
-        log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        rewrite(
+            out / directory / "log.jsonl",
+            lambda number, line, stage=stage: line | {"seconds": 10.0 * number + stage},
+        )
         if seconds:
-            record = json.loads((out / directory / "training.json").read_text())
-            (out / directory / "training.json").write_text(
-                json.dumps(record | {"seconds": seconds})
+            rewrite(
+                out / directory / "training.json",
+                lambda _, record, seconds=seconds: record | {"seconds": seconds},
             )
-    (out / "1-k/conversion.json").write_text(
-        json.dumps({"calibration": {"seconds": 300.0, "tokens": 1}})
-    )
+    calibration = {"calibration": {"seconds": 300.0, "tokens": 1}}
+    (out / "1-k/conversion.json").write_text(json.dumps(calibration))
     _, figure = recovery([read_recovery(out)]).figures()
     assert figure.name == "recovery-seconds"
-    lines = {
-        line.get_label(): list(line.get_xdata())
-        for line in draw(figure.drawing, 5, 3, True).axes[0].lines
-    }
+    lines = {name: [x for x, _ in points] for name, points in curves_of(figure)[1].items()}
     assert lines["run, held out"] == [300, 320, 361, 381, 392]
     assert lines["run, training"] == [310, 371, 402]
     (out / "1-k/conversion.json").write_text("{")
@@ -127,9 +115,7 @@ def test_of_many_runs_only_the_held_out_losses_are_drawn(out):
 
 def test_without_held_out_blocks_there_is_the_loss_in_training_alone(out):
     for log in out.glob("*/log.jsonl"):
-        log.write_text(
-            "".join(line + "\n" for line in log.read_text().splitlines() if "held_out" not in line)
-        )
+        rewrite(log, lambda _, line: None if "held_out_loss" in line else line)
     for record in out.glob("*/training.json"):
         record.write_text(json.dumps({"tokens_seen": 100, "held_out": None}))
     section = recovery([read_recovery(out)])
@@ -173,7 +159,7 @@ DAMAGED_RECORDS = {
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_what_is_damaged_is_named_in_one_line(out, file, content, message):
+def test_damaged_files_are_named_in_one_line(out, file, content, message):
     (out / "2-qkv" / file).write_bytes(content)
     with pytest.raises(CocaError, match=rf"2-qkv/{file}.*{message}") as caught:
         read_recovery(out)

@@ -11,8 +11,9 @@ import pytest
 import coca_hf
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.measurements import MEASUREMENTS
-from coca_hf.evaluate.rows import Count, Identity, Measurement, Row, Setting
-from coca_hf.page import Curve, Heat, Key, Plot, markdown
+from coca_hf.evaluate.rows import Count, Identity, Row, Setting
+from coca_hf.evaluate.tables import Measurement
+from coca_hf.page import Curve, Key, Plot, markdown
 from coca_hf.report import read_page, read_tables, tables_markdown, write_report
 from coca_hf.report.plots import COLORS, CSS_NAMES, PAPER, draw, look, to_svg
 from tests.report.made import row, with_raw, write_rows
@@ -112,30 +113,16 @@ def test_the_page_says_how_each_number_was_made(page):
         assert said in making
 
 
-def test_the_page_says_which_attention_a_model_has(page):
-    kept = {"coca_kept_layers": [1, 5]}
-    made = page(
-        row(), row("coca", **kept), row("near coca", coca_kept_window=2048, **kept), row("all coca")
-    )
-    for name, said in {
-        "llama": "llama",
-        "coca": "CoCA, slack, layers kept: 2",
-        "near coca": "CoCA, slack, layers kept: 2, over the last 2,048 tokens",
-        "all coca": "CoCA, slack",
-    }.items():
-        assert f"| {name} | {said} | float32 |" in made
-
-
 @pytest.mark.parametrize(
     ("tokens_seen", "said"), [(0, True), (999_999_999, True), (1_000_000_000, False), (None, False)]
 )
-def test_a_model_hardly_trained_is_said_to_show_the_machinery_only(page, tokens_seen, said):
+def test_a_notice_says_that_a_model_has_hardly_been_trained(page, tokens_seen, said):
     made = page(row("coca", tokens_seen=tokens_seen))
     assert ("minutes of training show the machinery, not the paper's result" in made) == said
     assert (f"coca: {tokens_seen or 0:,}. The paper" in made) == said
 
 
-def test_only_what_there_are_rows_for_is_written(run, tmp_path):
+def test_only_measurements_with_rows_are_written(run, tmp_path):
     rows = run(row(value=0.5, task="passkey"))
     page = (write_report([rows], tmp_path / "page").parent / "report.md").read_text()
     assert sorted(os.listdir(tmp_path / "page")) == ["passkey.png", "report.html", "report.md"]
@@ -207,17 +194,8 @@ def test_the_markers_of_many_points_leave_the_line_to_be_seen(points, markers):
     assert markers / 4 < len(re.findall(rf"<use [^>]*var\(--{CSS_NAMES[PAPER]}", drawn)) <= markers
 
 
-def test_a_cell_of_a_heat_map_says_its_share():
-    shares, names = [[1.0, 0.25], [None, 0.5]], ("context", "depth")
-    heat = Heat("a model", ["512", "1024"], ["0.0", "0.5"], shares, *names)
-    axes = draw(heat, 5, 3, False).axes[0]
-    cells = {tuple(map(int, text.get_position())): text.get_text() for text in axes.texts}
-    shares = {(0, 0): "1.00", (1, 0): "0.25", (1, 1): "0.50"}
-    assert {cell: text for cell, text in cells.items() if text} == shares
-
-
 def cells_of(figure):
-    """Of a heat map: the names of its lines, and the texts of its cells by line."""
+    """The names of a heat map's lines, and the texts of its cells by line."""
     axes = draw(figure.drawing, 5, figure.height, True).axes[0]
     texts = {tuple(map(int, text.get_position()[::-1])): text.get_text() for text in axes.texts}
     lines = sorted({line for line, _ in texts})
@@ -251,7 +229,7 @@ def test_a_grid_of_depths_is_a_heat_map_with_a_line_for_each(figures, depths, na
     assert cells_of(figures(*rows)["passkey-depth-of-1"]) == (names, shares)
 
 
-def test_depths_that_were_drawn_are_a_heat_map_of_fifths(figures):
+def test_uniform_depths_are_a_heat_map_of_fifths(figures):
     found = {0.0: True, 0.19: False, 0.2: True, 0.41: False, 0.79: False, 0.81: True, 1.0: False}
     lines = [case for depth, correct in found.items() for case in cases_of(depth, (9, correct))]
     made = figures((row(value=0.4, task="passkey"), "cases", lines))
@@ -279,7 +257,7 @@ def test_passkeys_inside_and_beyond_the_trained_length_are_told_apart(page, figu
     assert line.get_xydata().tolist() == [[1024, pytest.approx(1 / 3)]]
 
 
-def test_a_heat_map_of_one_share_alone_is_a_sentence(page):
+def test_a_heat_map_with_a_single_share_is_a_sentence(page):
     missed = [*cases_of(0.1, (300, False)), *cases_of(0.9, (300, False))]
     both = [line | {"correct": line["depth"] > 0.5} for line in missed]
     made = page(
@@ -328,9 +306,19 @@ def test_the_length_of_the_last_training_stage_counts_before_that_of_the_config(
     assert "trained at 2048" in svg
 
 
-def test_trained_lengths_far_beyond_the_plot_are_named_at_its_edge(run, tmp_path):
-    svg = write_report([run(row(trained_length=131072))], tmp_path / "page").read_text()
-    assert "trained at 128k \N{RIGHTWARDS ARROW}" in svg
+def test_names_of_trained_lengths_stand_above_the_axes_and_apart():
+    curve = Curve(Key("model"), [512, 1024, 2048], [9.0, 8.0, 7.0])
+    plot = Plot([curve], "loss", trained_lengths=[256, 700, 1024, 2048, 131_072])
+    for width, legend in ((5, False), (9, True)):
+        figure = draw(plot, width, 3, legend)
+        figure.draw_without_rendering()
+        (axes,) = figure.axes
+        names = ["256", "700", "1024", "2048", "128k \N{RIGHTWARDS ARROW}"]
+        assert [text.get_text() for text in axes.texts] == [f"trained at {name}" for name in names]
+        boxes = [text.get_window_extent() for text in axes.texts]
+        assert all(box.y0 > axes.get_window_extent().y1 for box in boxes)
+        assert all(0 <= box.x0 < box.x1 <= figure.bbox.x1 for box in boxes)
+        assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
 def test_published_curves_are_drawn_when_asked_for_only(run, tmp_path):
@@ -347,13 +335,13 @@ def test_published_curves_are_drawn_when_asked_for_only(run, tmp_path):
         write_report([rows], tmp_path / "page", ["llama"])
 
 
-def test_raw_files_that_were_left_behind_are_named(tmp_path):
+def test_missing_raw_files_are_named(tmp_path):
     made = with_raw(tmp_path / "a", "windows", row(), [{"document": 0, "tokens": 3, "nll": 2.0}])
     page = markdown_of([write_rows(tmp_path / "b", made)])
     assert "1 files of raw results are not beside their rows" in page
 
 
-def test_out_of_memory_is_told_apart_and_a_ratio_and_an_error_stand_by_their_values(page):
+def test_values_have_their_ratios_and_errors_and_oom_is_named(page):
     slow = row("coca", length=512, value=0.5, task="speed") | {"ratio": 1.25, "baseline": "llama"}
     oom = row("coca", length=1024, value=None, task="speed", error="OOM: at batch size 1")
     oom["peak_bytes"] = None
@@ -381,20 +369,20 @@ def test_a_value_that_is_none_is_explained_and_the_rest_is_shown(run, page, tmp_
     assert png_size(tmp_path / "page" / "perplexity.png") == (1800, 900)
 
 
-def test_the_latest_of_two_rows_of_one_measurement_counts_whatever_the_order(run):
-    old, new = (row(value=v, date=f"2026-01-0{d}T00:00:00+00:00") for v, d in ((9.0, 1), (8.0, 3)))
-    first, second = run(new, old), run(old)
-    for runs in ([first], [first, second], [second, first]):
-        (table,) = read_tables(runs)
-        assert [found["value"] for found in table.rows] == [8.0]
-
-
 @pytest.mark.parametrize(
     "change", [{"data": "other"}, {"asked_stride": 64}, {"document_names": ["emma.txt"]}]
 )
-def test_numbers_made_with_other_settings_stand_in_another_table(run, change):
+def test_other_settings_make_another_table(run, change):
     tables = read_tables([run(row(value=8.0), row("coca", value=9.0, **change))])
     assert [[found["value"] for found in table.rows] for table in tables] == [[8.0], [9.0]]
+
+
+def test_the_page_says_which_layers_of_a_model_are_special(page):
+    kept = {"coca_kept_layers": [2, 5], "coca_kept_window": 4096}
+    coca = {"coca_constraint": "strict", "coca_partial_rotary_layers": [1, 3, 4]}
+    assert (
+        "CoCA, strict, layers kept: 2 with a window of 4,096 tokens, layers partially rotated: 3"
+    ) in page(row(**kept, **coca))
 
 
 def test_models_of_one_name_are_told_apart_by_path_and_dtype(run):
@@ -411,7 +399,7 @@ def test_documents_that_were_left_out_are_named_beside_those_measured(page):
     assert "- persuasion.txt\n- note.txt (empty or too short, left out)\n" in made
 
 
-def test_what_markdown_would_read_as_its_own_is_escaped(page):
+def test_markdown_in_names_is_escaped(page):
     made = page(row("a|b*c", value=8.0, data="<books>_*"))
     assert "| a\\|b\\*c | 8.00 |" in made
     assert "\\<books>\\_\\*, 2 documents, stride 256" in made
@@ -426,7 +414,7 @@ def test_a_last_line_cut_short_is_left_out_and_one_without_its_end_is_shown(run)
         assert rows.read_text() == first + written
 
 
-def test_rows_of_several_states_of_a_model_or_a_text_are_told_of(page):
+def test_a_notice_names_models_whose_files_or_documents_changed(page):
     later = {"length": 512, "date": "2027-01-01T00:00:00+00:00"}
     same = [row(length=length, fingerprint="f", data_hash="t") for length in (256, 512)]
     assert "states of" not in page(*same)
@@ -439,7 +427,7 @@ def test_rows_of_several_states_of_a_model_or_a_text_are_told_of(page):
     assert "its files" not in text
 
 
-def test_models_that_read_different_texts_of_one_name_are_told_of(page):
+def test_a_notice_names_models_that_read_an_older_text(page):
     first = row(text_hash="t")
     second = row(model="coca", date="2027-01-01T00:00:00+00:00")
     notice = "the text of these documents changed before the latest number; measure llama again"
@@ -577,7 +565,7 @@ def test_a_command_with_a_code_fence_and_a_name_with_a_link_stay_what_they_are(p
 @pytest.mark.parametrize(
     ("task", "field"), [("copying", "nll_first"), ("recall", "nll"), ("attention-maps", "sink")]
 )
-def test_a_number_that_is_shown_beside_a_value_has_to_be_there(page, task, field):
+def test_a_number_shown_beside_a_value_is_required(page, task, field):
     whole = row(task=task, value=0.5)
     without = {key: whole[key] for key in whole if key != field}
     for broken in (without, whole | {field: None}):
@@ -587,7 +575,7 @@ def test_a_number_that_is_shown_beside_a_value_has_to_be_there(page, task, field
     assert "- no value for llama at 512: the model's loss is nan" in page(failed)
 
 
-def test_a_title_that_folds_is_no_html(page):
+def test_html_in_a_folded_title_is_escaped(page):
     made = page(row(data="my_books/<img src=x>"))
     assert "<summary>Perplexity: my_books/&lt;img src=x&gt;, 2 documents" in made
 

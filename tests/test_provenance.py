@@ -7,15 +7,15 @@ from importlib.metadata import version
 
 import pytest
 
-from coca_hf import checkout
+from coca_hf import provenance
 from coca_hf.models.hub import without_paths
 
 
 @pytest.fixture
 def git(tmp_path):
-    """A directory with checkout.py in a package, and git in it; nothing is a repository yet."""
+    """A directory with provenance.py in a package, and git in it; nothing is a repository yet."""
     (tmp_path / "site" / "coca_hf").mkdir(parents=True)
-    shutil.copy(checkout.__file__, tmp_path / "site" / "coca_hf")
+    shutil.copy(provenance.__file__, tmp_path / "site" / "coca_hf")
 
     def run(*arguments, where=tmp_path / "site"):
         identity = ("-c", "user.name=a", "-c", "user.email=a@b")
@@ -28,7 +28,7 @@ def git(tmp_path):
 
 def commit_in(tmp_path):
     spec = importlib.util.spec_from_file_location(
-        "copied", tmp_path / "site" / "coca_hf" / "checkout.py"
+        "copied", tmp_path / "site" / "coca_hf" / "provenance.py"
     )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -49,19 +49,19 @@ def test_a_checkout_has_its_commit_and_says_whether_files_differ(git, tmp_path):
     git("commit", "-m", "ours")
     head = git("rev-parse", "HEAD").strip()
     assert commit_in(tmp_path) == head
-    with (tmp_path / "site" / "coca_hf" / "checkout.py").open("a") as file:
+    with (tmp_path / "site" / "coca_hf" / "provenance.py").open("a") as file:
         file.write("# changed\n")
     assert commit_in(tmp_path) == f"{head}+changes"
 
 
 def test_versions_leave_out_what_is_not_installed():
-    found = checkout.versions("torch", "no-such-package")
+    found = provenance.versions("torch", "no-such-package")
     assert found == {"torch": version("torch"), "python": platform.python_version()}
 
 
 def test_the_date_is_in_utc_to_the_second():
-    assert datetime.fromisoformat(checkout.now()).utcoffset() == timedelta(0)
-    assert "." not in checkout.now()
+    assert datetime.fromisoformat(provenance.now()).utcoffset() == timedelta(0)
+    assert "." not in provenance.now()
 
 
 def test_a_record_names_local_files_without_their_paths(tmp_path, monkeypatch):

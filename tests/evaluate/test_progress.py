@@ -1,4 +1,4 @@
-"""What a run shows of how far it is: bars on a terminal, lines elsewhere."""
+"""The progress of a run: bars on a terminal, lines elsewhere."""
 
 import io
 import re
@@ -6,16 +6,18 @@ import re
 import pytest
 from rich.console import Console
 
+from coca_hf.evaluate.measurements import MEASUREMENTS
+from coca_hf.evaluate.progress import Progress
 from coca_hf.evaluate.speed import speed_rows
+from coca_hf.evaluate.tables import results_table
 from coca_hf.evaluate.tasks import task_rows
-from coca_hf.evaluate.terminal import progress_on, results_table
 from tests.evaluate.runs import run_of
 
 LOG = r"(.*): (\d+ of \d+ .*?)(?:, about \d+ s left)?\n"
 
 
 class Clock:
-    """That passes only when it is told to."""
+    """A clock that only tests move."""
 
     def __init__(self):
         self.seconds = 1000.0
@@ -26,7 +28,7 @@ class Clock:
 
 @pytest.fixture
 def log():
-    """A console that is no terminal."""
+    """A console that is not a terminal."""
     return Console(file=io.StringIO(), width=20)
 
 
@@ -34,9 +36,9 @@ def settings(length, **others):
     return {"task": "passkey", "rope": "dynamic:4", "length": length, "trained_length": 64} | others
 
 
-def test_off_a_terminal_each_row_is_a_line_with_the_time_that_the_others_take_by_their_lengths(log):
+def test_without_a_terminal_each_row_is_a_line_with_the_time_left_by_length(log):
     clock, rows = Clock(), [settings(length) for length in (100, 300, 2000, 200_000)]
-    with progress_on(log, clock) as progress:
+    with Progress(log, clock) as progress:
         progress.begin(rows, len(rows), "rows")
         for seconds, row in zip((2, 6, 32, 9000), rows, strict=True):
             assert list(progress([7, 8], "batches of a row")) == [7, 8]
@@ -54,9 +56,9 @@ def test_off_a_terminal_each_row_is_a_line_with_the_time_that_the_others_take_by
     ("seconds", "left"),
     [(3, "3 s"), (99, "99 s"), (100, "2 min"), (5400, "90 min"), (7200, "2 h"), (360_000, "100 h")],
 )
-def test_the_time_left_is_in_the_unit_that_a_person_would_say(log, seconds, left):
+def test_the_time_left_has_a_natural_unit(log, seconds, left):
     clock = Clock()
-    with progress_on(log, clock) as progress:
+    with Progress(log, clock) as progress:
         # Without a length, that of the model's training counts
         progress.begin([settings(64), settings(None)], 2, "rows")
         clock.seconds += seconds
@@ -66,17 +68,17 @@ def test_the_time_left_is_in_the_unit_that_a_person_would_say(log, seconds, left
 
 def test_rows_of_an_earlier_run_count_as_done_and_not_as_time(log):
     clock = Clock()
-    with progress_on(log, clock) as progress:
+    with Progress(log, clock) as progress:
         progress.begin([settings(500), settings(1000)], 9, "rows")
         clock.seconds += 30
         progress.finish(settings(500))
     assert log.file.getvalue() == "passkey  dynamic:4  500: 8 of 9 rows, about 60 s left\n"
 
 
-def test_a_terminal_has_a_bar_over_rows_beside_that_of_each():
+def test_a_terminal_has_a_bar_for_all_rows_and_one_for_each():
     terminal = {"force_terminal": True, "force_interactive": True, "width": 120}
     clock, console = Clock(), Console(file=io.StringIO(), **terminal)
-    with progress_on(console, clock) as progress:
+    with Progress(console, clock) as progress:
         progress.begin([settings(100), settings(300)], 5, "rows")
         assert list(progress([5, 6, 7], "passkey  [x]")) == [5, 6, 7]
         clock.seconds += 50
@@ -86,9 +88,7 @@ def test_a_terminal_has_a_bar_over_rows_beside_that_of_each():
     assert re.search(r"passkey  \[x\] +\S+ 3/3 +0:00:00 +left +0:00:00", drawn)
 
 
-def test_a_command_tells_its_log_of_every_row_that_it_makes(
-    tiny_llama_dir, books, tmp_path, coca_eval
-):
+def test_a_command_logs_every_row_that_it_makes(tiny_llama_dir, books, tmp_path, coca_eval):
     arguments = (
         f"perplexity {tiny_llama_dir} --data {books} --out {tmp_path} --rope default,linear:4"
     )
@@ -108,7 +108,7 @@ def test_a_command_tells_its_log_of_every_row_that_it_makes(
 def test_models_in_turns_and_benchmarks_are_counted_as_such(
     llama, coca, own_tasks, task_dir, tmp_path, log
 ):
-    with progress_on(log) as progress:
+    with Progress(log) as progress:
         for lengths in ([16], [16, 24]):
             run = run_of(coca, tmp_path, *lengths)
             run.store.progress = progress
@@ -134,7 +134,7 @@ def test_the_table_tells_filters_and_models_of_one_name_apart_and_has_no_minus_z
         row | {"model_path": path, "filter": name, "value": value} for path, name, value in lines
     ]
     log.width = 200
-    log.print(results_table(rows))
+    log.print(results_table(MEASUREMENTS[rows[0]["task"]], rows))
     lines = [
         [cell.strip() for cell in line.split("│")[1:-1]]
         for line in log.file.getvalue().splitlines()
@@ -146,14 +146,14 @@ def test_the_table_tells_filters_and_models_of_one_name_apart_and_has_no_minus_z
     ]
 
 
-def test_answers_that_were_scored_show_their_nats_and_errors_their_reason(log):
+def test_the_table_shows_the_nats_of_scored_answers_and_the_reasons_of_errors(log):
     row = {"task": "passkey", "rope": "default", "model": "m", "model_path": "m", "error": None}
     rows = [
         row | {"length": 512, "value": 0.85, "nats_per_digit": 0.314},
         row | {"length": 1024, "value": None, "error": "the model's logits are NaN"},
     ]
     log.width = 200
-    log.print(results_table(rows))
+    log.print(results_table(MEASUREMENTS[rows[0]["task"]], rows))
     text = log.file.getvalue().replace("\N{NO-BREAK SPACE}", " ")
     assert "passkey by context length" in text
     assert "│ 0.85 (0.31) │ the model's logits are NaN │" in text
