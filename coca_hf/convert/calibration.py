@@ -143,10 +143,6 @@ class Calibration:
         self.text, self.text_commit, self.device, self.seed = place[0], place[4], device, seed
         # tokenizing turns off its truncation and padding, which the checkpoint's must keep
         self.tokenizer = copy.deepcopy(layout.source.tokenizer)
-        # the layers run without a mask, so a window that the source's kept layers have must not show
-        block_tokens = min(
-            block_tokens, layout.source.config.get("coca_kept_window") or block_tokens
-        )
         text_blocks, self.held_out = calibration_blocks(
             place, self.tokenizer, layout.config, num_tokens, block_tokens, seed
         )

@@ -167,9 +167,9 @@ def reach(config: PreTrainedConfig) -> int:
     # with "default", an NTK base may be baked in
     if rope["rope_type"] in ("default", *LENGTH_DEPENDENT_ROPE_TYPES):
         reached.append(rope.get("original_max_position_embeddings"))
-    has_own_window = getattr(config, "coca_kept_window", None) is None
     types = getattr(config, "layer_types", None) or ["sliding_attention"]
-    if has_own_window and "sliding_attention" in types:
+    is_of_original = getattr(config, "coca_kept_window", None) is None
+    if is_of_original and "sliding_attention" in types:
         reached.append(getattr(config, "sliding_window", None))
     return min(int(length) for length in reached if length)
 

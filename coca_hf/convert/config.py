@@ -259,16 +259,21 @@ def coca_config(
 
 
 def check_kept_window(
-    window: int | None, keep_layers: Collection[int] | int | str | None, block_tokens: int = 1
+    window: int | None,
+    keep_layers: Collection[int] | int | str | None,
+    block_tokens: int = 1,
+    name: str = "--keep-window",
 ) -> None:
-    """Raise CocaError for a window without kept layers, or shorter than a calibration block."""
+    """Raise CocaError for a window without kept layers, or shorter than a calibration block. `name`
+    is that of the window in errors.
+    """
     if window is None:
         return
     if not keep_layers:
-        raise CocaError(f"--keep-window: got {window} without --keep-layers, expected both")
+        raise CocaError(f"{name}: got {window} without --keep-layers, expected both")
     if window < block_tokens:
         raise CocaError(
-            f"--keep-window: got {window}, expected at least {block_tokens:,} tokens"
+            f"{name}: got {window}, expected at least {block_tokens:,} tokens"
             + (", those of a block of --calibrate" if block_tokens > 1 else "")
         )
 

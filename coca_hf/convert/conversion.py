@@ -166,6 +166,9 @@ def convert_checkpoint(
         base = records[RECORD].get("base", {}) if RECORD in records else None
         base = base_metadata(src, source.directory) if base is None else base
         preflight.check_kept_number(keep_layers, layout)
+        if calibrate_on and layout.from_coca:  # its kept layers are what is fitted to
+            own, name = source.config.get("coca_kept_window"), f"{src}: coca_kept_window"
+            check_kept_window(own, layout.converted, calibrate_block, name)
         if calibrate_on:
             place = calibrate_on, column, split, subset, commit_of(calibrate_on), True
             amounts = calibrate_tokens, calibrate_block, calibrate_passes
@@ -178,7 +181,11 @@ def convert_checkpoint(
         if dry_run:
             seconds = time.perf_counter() - began if numbers_are_here else None
             plan = _plan(layout, calibration, target, seconds)
-            return plan | ({"kept_layers": keep_layers} if ranks_layers else {})
+            if ranks_layers:
+                plan["kept_layers"] = keep_layers
+            if keep_window:
+                plan["kept_window"] = keep_window
+            return plan
         if calibration:
             if isinstance(keep_layers, (int, str)):
                 kept = calibration.most_harmful(layout, keep_layers, staging.calibrated, report)

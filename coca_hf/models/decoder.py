@@ -54,7 +54,8 @@ class CocaConfig(PreTrainedConfig):
     (`KeptAttention`).
 
     `coca_kept_window`: tokens that a kept layer attends to, the query's own included; None for all
-    of them. `sliding_window` and `layer_types`, which caches, masks and vLLM read, follow from it.
+    of them. `sliding_window` and `layer_types`, which caches, masks and vLLM read, follow from it,
+    so a model cannot have windows of its own beside it.
 
     `coca_partial_rotary_layers`: numbers of the CoCA layers in which every second rotary pair has
     angle zero and matches content at any distance (`own_angles`).
@@ -83,11 +84,17 @@ class CocaConfig(PreTrainedConfig):
         if self.coca_kept_layers:
             self.base_model_tp_plan = kept_plan(self.base_model_tp_plan)  # type: ignore[has-type]
         if self.coca_kept_window is not None:
-            self.sliding_window = self.coca_kept_window
-            self.layer_types = [
+            types = [
                 "sliding_attention" if self.has_kept_window(layer) else "full_attention"
                 for layer in range(self.num_hidden_layers)
             ]
+            # A copy of such a config has these types already
+            if "sliding_attention" in (own := layer_types(self)) and own != types:
+                raise ValueError(
+                    f"coca_kept_window is {self.coca_kept_window} beside sliding_window "
+                    f"{self.sliding_window}, expected a model without windows of its own"  # type: ignore[has-type]
+                )
+            self.sliding_window, self.layer_types = self.coca_kept_window, types
         file, family = (
             self.model_type.removeprefix("coca_"),
             type(self).__name__.removesuffix("Config"),
@@ -103,13 +110,22 @@ class CocaConfig(PreTrainedConfig):
     def has_kept_window(self, layer: int) -> bool:
         return self.coca_kept_window is not None and layer in self.coca_kept_layers
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        """As transformers', which would set the window of `from_pretrained(..., coca_kept_window=N)`
+        too late: `sliding_window` and `layer_types` follow from it.
+        """
+        if "coca_kept_window" in kwargs:
+            config_dict = {**config_dict, "coca_kept_window": kwargs["coca_kept_window"]}
+        return super().from_dict(config_dict, **kwargs)
+
     def to_dict(self) -> dict[str, Any]:
         """As transformers', without what follows from `coca_kept_window`."""
         fields = super().to_dict()
         if self.coca_kept_window is not None:
-            del fields["sliding_window"], fields["layer_types"]
-            if getattr(type(self), "sliding_window", None) is not None:
-                # otherwise a family's default, such as Mistral's, would apply without our window
+            for name in ("layer_types", "sliding_window"):
+                fields.pop(name, None)
+            if "sliding_window" in self.__dataclass_fields__:  # Mistral's default is 4096
                 fields["sliding_window"] = None
         return fields
 

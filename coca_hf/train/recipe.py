@@ -69,7 +69,7 @@ DEFAULTS = {
 NOT_SET = {
     "results lie in OUT/<number>-<name>; give OUT with --out": "output_dir",
     "give max_steps, the length of a stage": "num_train_epochs",
-    "transformers shifts the labels of models that it does not know by one token too few": (
+    "transformers does not shift the labels of models that it does not know": (
         "label_smoothing_factor"
     ),
     "a loss that is not a number stops the run": "logging_nan_inf_filter",
@@ -715,3 +715,5 @@ def _parse(text: str, where: str) -> Any:
         raise CocaError(f"{where}: not a recipe: nested too deeply") from None
     except ValueError as error:  # of a value with a tag of its own, such as !!int x
         raise CocaError(f"{where}: not YAML: {one_line(error)}") from None
+    except (KeyError, AttributeError):  # PyYAML's for !!bool x and !!timestamp x
+        raise CocaError(f"{where}: not YAML: a value does not fit its tag") from None

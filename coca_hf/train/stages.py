@@ -244,7 +244,7 @@ def _run_stage(recipe: Recipe, stage: ResolvedStage, blocks: Blocks, stop: StopR
     if expected := recipe.batch_in_file(stage.of_recipe):
         announce(
             f"stages.{stage.name}: got {stage.blocks_per_step:,} blocks a step, expected "
-            f"{expected:,} as the recipe's file says; the numbers in its header are for that"
+            f"{expected:,} as the recipe's file says; the numbers in its header are for those"
         )
     try:
         with wandb_run(arguments, place["run_id"]):

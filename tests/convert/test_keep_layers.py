@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 import shutil
 
 import pytest
@@ -13,10 +12,10 @@ from transformers import AutoModelForCausalLM
 from coca_cli import BadOption
 from coca_cli.convert import _layers_to_keep
 from coca_hf import CocaError, convert_checkpoint, patch_
-from coca_hf.convert.calibration import CalibrationRun, layer_harms, most_harmful
+from coca_hf.convert.calibration import layer_harms, most_harmful
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
-from coca_hf.models.attention import KeptAttention, layer_types
-from tests.convert.checkpoints import edit_config, record_of, refuses
+from coca_hf.models.attention import KeptAttention
+from tests.convert.checkpoints import record_of, refuses
 from tests.convert.test_families import write_golden
 from tests.models.families import CASES, WINDOW, stock_model, tokens
 
@@ -124,25 +123,6 @@ def test_a_kept_layer_is_calibrated_later_in_the_trained_model_around_it(
     convert_checkpoint(tiny_llama_dir, tmp_path / "at-once", **options)
     theirs = load_file(tmp_path / "at-once" / "model.safetensors")
     assert not any(torch.equal(theirs[name], after[name]) for name in changed)
-
-
-def test_a_later_calibration_measures_a_source_whose_kept_layers_have_a_window(
-    tiny_llama_dir, calibrating, tmp_path, monkeypatch
-):
-    convert_checkpoint(tiny_llama_dir, tmp_path / "kept", keep_layers=[0, 2], keep_window=9)
-    held_out = []
-    init = CalibrationRun.__init__
-
-    def noted(run, pairs, blocks, some, *others):
-        held_out.append(some)
-        init(run, pairs, blocks, some, *others)
-
-    monkeypatch.setattr(CalibrationRun, "__init__", noted)
-    record = convert_checkpoint(tmp_path / "kept", tmp_path / "dst", keep_layers=[0], **calibrating)
-    assert record["calibration"]["block_tokens"] == 9
-    source = AutoModelForCausalLM.from_pretrained(tmp_path / "kept").eval()
-    loss = source(held_out[0], labels=held_out[0]).loss.item()
-    assert record["calibration"]["perplexity"]["original"] == pytest.approx(math.exp(loss), 1e-2)
 
 
 def test_only_kept_layers_of_a_coca_checkpoint_can_be_converted(converted, text, tmp_path):
@@ -372,6 +352,12 @@ def test_the_command_gives_kept_layers_a_window_and_everything_tells_of_it(
     model = AutoModelForCausalLM.from_pretrained(dst)
     assert model.config.layer_types[:3] == ["full_attention", "sliding_attention", "full_attention"]
 
+    planned = converts(
+        *(tiny_llama_dir, tmp_path / "plan", "--dry-run", "--keep-layers", "1", "--keep-window"),
+        *("2048", "--calibrate", text, "--calibrate-tokens", "256", "--calibrate-block", "16"),
+    )
+    assert "the layers that calibration finds (1), over the last 2,048 tokens" in planned
+
     later = convert_checkpoint(dst, tmp_path / "later")
     assert "kept_window" not in later
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "later").config.coca_kept_window is None
@@ -392,19 +378,6 @@ def test_the_command_gives_kept_layers_a_window_and_everything_tells_of_it(
     assert calibrated["calibration"]["reach"] > 16
 
 
-@pytest.mark.parametrize("case", ["mistral", "phi3-partial", "qwen3"])
-def test_a_model_that_loses_its_kept_window_gets_no_default_of_its_family(case, tmp_path):
-    stock_model(case, sliding_window=None).save_pretrained(tmp_path / "source")
-    window = {"keep_layers": [1], "keep_window": 6}
-    convert_checkpoint(tmp_path / "source", tmp_path / "kept", **window)
-    convert_checkpoint(tmp_path / "kept", tmp_path / "later")
-    shutil.copytree(tmp_path / "kept", tmp_path / "edited")
-    edit_config(tmp_path / "edited", coca_kept_window=None)
-    for name in ("later", "edited"):
-        config = AutoModelForCausalLM.from_pretrained(tmp_path / name).config
-        assert set(layer_types(config)) == {"full_attention"}
-
-
 def test_a_window_over_kept_layers_that_cannot_be_is_refused(
     tiny_llama_dir, converted, text, tmp_path
 ):
@@ -417,6 +390,14 @@ def test_a_window_over_kept_layers_that_cannot_be_is_refused(
         calibrate_block=16,
         keep_layers=[1],
         keep_window=6,
+    )
+    convert_checkpoint(tiny_llama_dir, tmp_path / "two", keep_layers=[0, 1], keep_window=6)
+    refuses(
+        "two: coca_kept_window: got 6, expected at least 16 tokens, those of a block of --calibrate",
+        *(tmp_path / "two", dst),
+        calibrate_on=str(text),
+        calibrate_block=16,
+        keep_layers=[1],
     )
     windowed, *_ = converted("qwen3-window")
     message = "--keep-window: got 6, but the model has windows of its own"

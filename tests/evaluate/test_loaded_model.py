@@ -18,6 +18,7 @@ from transformers import (
     dynamic_module_utils,
 )
 
+from coca_hf import convert_checkpoint
 from coca_hf.errors import CocaError
 from coca_hf.evaluate import loaded_model
 from coca_hf.evaluate.loaded_model import (
@@ -83,6 +84,15 @@ def test_a_model_on_the_hub_is_that_of_its_revision_and_has_its_commit(
     torch.testing.assert_close(step.model.lm_head.weight, main.model.lm_head.weight + 1)
     assert main.fingerprint != step.fingerprint
     assert about_model(step)["model_commit"] == commits["step-7"]
+
+
+def test_a_row_says_which_layers_keep_their_attention_and_over_which_window(
+    tiny_llama_dir, tmp_path
+):
+    convert_checkpoint(tiny_llama_dir, tmp_path / "coca", keep_layers=[1], keep_window=6)
+    about = about_model(load_model(str(tmp_path / "coca")))
+    assert (about["coca_kept_layers"], about["coca_kept_window"]) == ([1], 6)
+    assert about_model(load_model(str(tiny_llama_dir)))["coca_kept_window"] is None
 
 
 def test_a_revision_of_a_directory_is_refused(checkpoint):

@@ -234,8 +234,8 @@ def coca_model(
     constraint="slack",
     keep_layers=(),
     partial_rotary=(),
-    keep_window=None,
     attn_implementation="sdpa",
+    keep_window=None,
     **changes,
 ):
     """The CoCA model of a stock model, patched (so with the start), and with other t weights than

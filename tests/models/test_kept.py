@@ -171,7 +171,7 @@ def test_a_window_hides_what_is_further_away_from_kept_layers_and_from_no_others
         assert (near(ids).logits - expected).abs().max() < 1e-5, implementation
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3", "smollm3"])
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen3", "smollm3", "phi3-partial"])
 def test_decoding_with_a_window_over_kept_layers_is_the_full_forward_and_caches_no_more(
     case, tmp_path
 ):
@@ -226,3 +226,26 @@ def test_a_window_that_cannot_be_is_refused(case, options, message):
 def test_a_configuration_with_a_window_for_no_tokens_or_no_layers_is_refused(fields):
     with pytest.raises(Exception, match="coca_kept_window"):
         CocaLlamaConfig(num_hidden_layers=3, **fields)
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral", "phi3-partial"])
+def test_another_window_over_kept_layers_is_an_argument_or_an_edit_and_none_is_full_attention(
+    case, tmp_path
+):
+    coca_model(case, keep_layers=[1], keep_window=5).save_pretrained(tmp_path)
+    ids, config = tokens(), json.loads((tmp_path / "config.json").read_text())
+    for window in (9, None):
+        expected = coca_model(case, keep_layers=[1], keep_window=window)(ids).logits
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, coca_kept_window=window).eval()
+        assert (loaded(ids).logits - expected).abs().max() < 1e-5
+        loaded.save_pretrained(tmp_path / "saved")
+        edited = json.dumps(config | {"coca_kept_window": window})
+        (tmp_path / "saved/config.json").write_text(edited)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+        assert (again(ids).logits - expected).abs().max() < 1e-5
+
+
+def test_a_window_over_kept_layers_does_not_replace_the_windows_of_a_model(tmp_path):
+    coca_model("mistral-window", keep_layers=[1]).save_pretrained(tmp_path)
+    with pytest.raises(Exception, match="coca_kept_window is 5 beside sliding_window 7"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, coca_kept_window=5)

@@ -462,6 +462,14 @@ def test_a_damaged_record_is_named(train, unbroken, tmp_path, name):
             train(stage=None, resume=True)
 
 
+def test_a_resumed_run_makes_blocks_again_if_their_state_is_damaged(train, unbroken, tmp_path):
+    prepared = f"data.prepared={tmp_path / 'blocks'}"
+    train(prepared)
+    [state] = (tmp_path / "blocks").glob("*/state.json")
+    state.write_text("{")
+    assert_same_weights(train(prepared, stage=None, resume=True), unbroken / "3-full")
+
+
 def trained():
     torch.manual_seed(0)
     model = nn.Linear(3, 5)
