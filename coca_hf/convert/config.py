@@ -270,7 +270,7 @@ def check_kept_window(
     if window is None:
         return
     if not keep_layers:
-        raise CocaError(f"{name}: got {window} without --keep-layers, expected both")
+        raise CocaError(f"{name}: got {window} without kept layers, expected both")
     if window < block_tokens:
         raise CocaError(
             f"{name}: got {window}, expected at least {block_tokens:,} tokens"

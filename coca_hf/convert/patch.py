@@ -69,7 +69,7 @@ def patch_(
 
     _check_movable(model)
     keep_layers = sorted(keep_layers)
-    check_kept_window(keep_window, keep_layers)
+    check_kept_window(keep_window, keep_layers, name="patch_: keep_window")
     config = coca_config(
         model.config.to_dict() | {"architectures": [type(model).__name__]},
         constraint,

@@ -382,7 +382,7 @@ def test_a_window_over_kept_layers_that_cannot_be_is_refused(
     tiny_llama_dir, converted, text, tmp_path
 ):
     dst = tmp_path / "dst"
-    refuses("--keep-window: got 6 without --keep-layers", tiny_llama_dir, dst, keep_window=6)
+    refuses("--keep-window: got 6 without kept layers", tiny_llama_dir, dst, keep_window=6)
     refuses(
         "--keep-window: got 6, expected at least 16 tokens, those of a block of --calibrate",
         *(tiny_llama_dir, dst),

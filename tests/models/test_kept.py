@@ -202,11 +202,11 @@ def test_layers_without_rotary_embedding_need_no_window():
 @pytest.mark.parametrize(
     ("case", "options", "message"),
     [
-        ("llama", {"keep_window": 5}, "--keep-window: got 5 without --keep-layers"),
+        ("llama", {"keep_window": 5}, "patch_: keep_window: got 5 without kept layers"),
         (
             "llama",
             {"keep_window": 0, "keep_layers": [1]},
-            "--keep-window: got 0, expected at least",
+            "patch_: keep_window: got 0, expected at least",
         ),
         (
             "qwen3-window",
