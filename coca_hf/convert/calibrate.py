@@ -23,6 +23,7 @@ Letters: see `models/attention.py`; n_b blocks of text.
 import contextlib
 import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
@@ -41,7 +42,7 @@ BETAS = (0.8, 0.95)
 WARMUP_STEPS = 10
 LEAK = 0.1  # of the gradient, for a coefficient below zero
 MEASURED_QUERIES = 256  # of a held-out block
-TIMED_STEPS = 3
+TIMED = 5  # runs whose median counts, because other processes may disturb one
 
 
 class AttentionInputs(NamedTuple):
@@ -307,15 +308,14 @@ def expected_seconds(
         seen = AttentionInputs(*(part[:1] for part in run()))
         divergences(attention, seen)
         fit(attention, seen, 1, seed=0)
-        forward, measure, steps = (
+        forward, measure, step = (
             _seconds(work, pairs.device)
             for work in (
                 run,
                 lambda: divergences(attention, seen),
-                lambda: fit(attention, seen, TIMED_STEPS, seed=0),
+                lambda: fit(attention, seen, 1, seed=0),
             )
         )
-        step = steps / TIMED_STEPS
     layers, held_out_tokens = len(pairs), held_out.numel()
     reads = layers - first
     tokens = blocks.numel() * (max(missing) + 1 - first) + 3 * held_out_tokens * reads
@@ -327,8 +327,11 @@ def expected_seconds(
 
 
 def _seconds(work: Callable[[], object], device: str) -> float:
-    torch.zeros(1, device=device).item()  # waits for what the device still has to do
-    began = time.perf_counter()
-    work()
-    torch.zeros(1, device=device).item()
-    return time.perf_counter() - began
+    found = []
+    for _ in range(TIMED):
+        torch.zeros(1, device=device).item()  # waits for what the device still has to do
+        began = time.perf_counter()
+        work()
+        torch.zeros(1, device=device).item()
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)

@@ -114,16 +114,14 @@ def load_model(
 
 
 @functools.lru_cache(maxsize=1)
-def load_teacher(
-    name: str, attn_implementation: str | None = None, dtype: torch.dtype = torch.float32
-) -> PreTrainedModel:
+def load_teacher(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The teacher of a recipe, loaded once for all stages that want the same.
 
     dtype: the one that autocast multiplies in. Matrices are kept in it, which halves their memory
     and saves rounding them in every step; the rest, and embeddings that the head shares, is
     float32.
     """
-    teacher = load_model(name, None, attn_implementation)
+    teacher = load_model(name)
     embeddings = teacher.get_input_embeddings().weight
     for module in teacher.modules():
         if isinstance(module, nn.Linear) and module.weight is not embeddings:

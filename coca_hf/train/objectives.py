@@ -1,27 +1,20 @@
 """What a stage minimises: the loss on the text's next token, the distance from the original model's
-predictions or attention, or a mix.
+predictions, or a mix.
 
-    lm                  cross-entropy with the text
-    distill             KL(original || student), per token (Hinton et al., arXiv 1503.02531)
-    attention-transfer  |student - original|^2 / |original|^2 of the attention's outputs, mean over
-                        blocks and layers (issue 7)
-    attention-maps      KL(original || student) of the attention maps, mean over queries, heads,
-                        blocks and layers; computed by eager attention, which holds all maps of a
-                        batch: for short blocks
+    lm       cross-entropy with the text
+    distill  KL(original || student), per token (Hinton et al., arXiv 1503.02531)
 
 With `answer_weight`, the answers of synthetic lookups count once more: this weight times their mean
-is added to the mean over a block's tokens, in `lm` and `distill`, and to the mean over its queries,
-in `attention-maps`. The log then has their mean as `loss_answers`; a block without answers has 0.
+is added to the mean over a block's tokens. The log then has their mean as `loss_answers`; a block
+without answers has 0.
 
 The original model, the teacher, runs once per batch on the same tokens, without gradients; every
-GPU has all its weights and computes in the stage's precision. When attention is compared, each
-model works on its own hidden states, so a layer learns to undo the changes of those below it.
+GPU has all its weights and computes in the stage's precision.
 """
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,7 +28,6 @@ from transformers import PreTrainedModel
 _CHUNK_TOKENS = 1024  # of logits in float32 at a time
 _CHUNK_TOKENS_OF_CPU = 16  # of a vocabulary of 50k: 3 MB, which stays in the cache
 _IGNORED = -100
-_SMALLEST_SHARE = 1e-9  # of attention, whose logarithm is taken
 
 
 def fuse_cross_entropy_(model: PreTrainedModel, liger: bool = False) -> None:
@@ -211,44 +203,11 @@ class _Chunked(torch.autograd.Function):
         return None, to_logits, *[None] * ctx.num_tensors
 
 
-def attention_transfer_loss(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
-    """Relative squared error of the attention's outputs on each block, mean over blocks and layers,
-    in float32; it does not depend on which blocks share a batch.
-
-    student, teacher: a (b, m, hidden) tensor per layer. Returns a scalar.
-    """
-    errors = [
-        (ours.float() - theirs.float()).square().sum((1, 2)) / theirs.float().square().sum((1, 2))
-        for ours, theirs in zip(student, teacher, strict=True)
-    ]
-    return torch.stack(errors).mean()
-
-
-def attention_map_loss(
-    student: list[Tensor], teacher: list[Tensor], weights: Tensor | None = None
-) -> Tensor:
-    """KL(teacher || student) of the attention maps, nats, mean over queries, heads, blocks and
-    layers, in float32.
-
-    student, teacher: a (b, h, m, n) tensor per layer; weights: (b, m), of the queries, by default
-    1. Returns a scalar.
-    """
-    of_queries = 1 if weights is None else weights[:, None]
-    divergences = []
-    for ours, theirs in zip(student, (maps.float() for maps in teacher), strict=True):
-        log_ours = ours.float().clamp(min=_SMALLEST_SHARE).log()
-        divergences.append(
-            ((torch.xlogy(theirs, theirs) - theirs * log_ours).sum(-1) * of_queries).mean()
-        )
-    return torch.stack(divergences).mean()
-
-
-_OF_ATTENTION = ("attention-transfer", "attention-maps")
 _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
 class Objective:
-    """A weighted sum of losses, all but `lm` against a teacher; keeps their means for the log."""
+    """A weighted sum of losses, `distill` against a teacher; keeps their means for the log."""
 
     def __init__(
         self,
@@ -271,9 +230,7 @@ class Objective:
         """The loss of one of `accumulated` batches; `language_loss()` gives that of the text, and
         the model's outputs.
         """
-        wanted = not self.weights.keys().isdisjoint(_OF_ATTENTION)
-        with _attention_of(model, wanted) as ours:
-            text_loss, outputs = language_loss()
+        text_loss, outputs = language_loss()
         losses, logits, token_weights = {"lm": text_loss}, outputs["logits"], None
         if self.answer_weight:
             of_answers = answer_weights(inputs["answers"])
@@ -282,21 +239,10 @@ class Objective:
             token_weights = 1 + self.answer_weight * of_answers
         if (teacher := self._teacher) is not None:
             given = {name: inputs[name] for name in _MODEL_INPUTS if name in inputs}
-            with torch.no_grad(), _attention_of(teacher.to(logits.device), wanted) as theirs:
-                teacher_logits = teacher(**given, use_cache=False).logits
-            if "distill" in self.weights:
-                divergence = distillation_loss(
-                    logits, teacher_logits, self.temperature, token_weights
-                )
-                losses["distill"] = divergence / accumulated
-            if "attention-transfer" in self.weights:
-                outputs_of = ([output for output, _ in layers] for layers in (ours, theirs))
-                losses["attention-transfer"] = attention_transfer_loss(*outputs_of) / accumulated
-            if "attention-maps" in self.weights:
-                our_maps, their_maps = ([maps for _, maps in layers] for layers in (ours, theirs))
-                losses["attention-maps"] = (
-                    attention_map_loss(our_maps, their_maps, token_weights) / accumulated
-                )
+            with torch.no_grad():
+                theirs = teacher.to(logits.device)(**given, use_cache=False).logits
+            divergence = distillation_loss(logits, theirs, self.temperature, token_weights)
+            losses["distill"] = divergence / accumulated
         self._sums.update(
             {name: losses[name].detach().item() * accumulated for name in self.weights}
         )
@@ -314,20 +260,3 @@ class Objective:
         self._sums.clear()
         self._calls = 0
         return {f"loss_{name}": mean for name, mean in zip(self.weights, means, strict=True)}
-
-
-@contextmanager
-def _attention_of(model: nn.Module, wanted: bool) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """The output, and the map if attention is eager, of each attention layer in the forward inside."""
-    outputs: list[tuple[Tensor, Tensor]] = []
-    names = ("self_attn", "attention") if wanted else ()
-    modules = [module for name, module in model.named_modules() if name.rpartition(".")[2] in names]
-    hooks = [
-        module.register_forward_hook(lambda _, __, output: outputs.append(output[:2]))
-        for module in modules
-    ]
-    try:
-        yield outputs
-    finally:  # before the backward, in which checkpointing runs the layers again
-        for hook in hooks:
-            hook.remove()

@@ -12,8 +12,8 @@
     stages:                                   # each may override anything under `training`
       - {name: k, train: [t_proj], max_steps: 15000}
       - {name: full, train: all, max_steps: 15000}
-    teacher: checkpoints/smollm2-135m         # the original model, for stages with an objective
-                                              # other than `lm`: {lm: 0.5, distill: 0.5}
+    teacher: checkpoints/smollm2-135m         # the original model, for stages that learn from its
+                                              # predictions: objective: {lm: 0.5, distill: 0.5}
 
 `config` overrides fields of the model's config. To train from scratch, give `tokenizer` instead of
 `model`, and a `config` with its `model_type`. A stage with `lora: {r: 16, alpha: 32}` trains
@@ -54,7 +54,7 @@ from transformers import TrainingArguments
 
 from coca_hf.errors import CocaError, nearest, one_line, short
 
-ObjectiveName = Literal["lm", "distill", "attention-transfer", "attention-maps"]
+ObjectiveName = Literal["lm", "distill"]
 
 DEFAULTS = {
     "report_to": ["tensorboard"],
@@ -297,7 +297,7 @@ class Stage(StrictMapping):
 
     @property
     def needs_teacher(self) -> bool:
-        return set(self.objective) != {"lm"}
+        return "distill" in self.objective
 
     @property
     def needs_logits(self) -> bool:
@@ -550,17 +550,12 @@ def check_stage(stage: Stage, options: StageOptions, data: Data) -> None:
         if not data.has_answers:
             remedy = "add {synthetic: lookups, weight: 0.5} to data.sources"
             refuse(f"{given} without a source that has answers", remedy)
-        if kinds == {"attention-transfer"}:
-            refuse(f"{given} with objective attention-transfer alone, which weights no tokens")
     if options.fused_cross_entropy and stage.needs_logits:
         cause = "objective distill" if "distill" in kinds else "answer_weight"
         refuse(f"fused_cross_entropy with {cause}, which needs the logits")
     if "temperature" in stage.model_fields_set and "distill" not in kinds:
         given = f"temperature {stage.temperature:g}"
         refuse(f"{given} without objective distill, which alone has one", "leave it out")
-    if "attention-maps" in kinds and attention != "eager":
-        given = f"objective attention-maps with attn_implementation {attention}"
-        refuse(f"{given}, expected eager", "only eager attention has the maps")
     if options.context_parallel_size > 1:
         given = f"context_parallel_size {options.context_parallel_size}"
         multiple = 2 * options.context_parallel_size

@@ -294,8 +294,7 @@ def _load(
     if recipe.teacher and own.needs_teacher:
         dtype = torch.bfloat16 if stage.arguments.bf16 else torch.float32
         dtype = torch.float16 if stage.arguments.fp16 else dtype
-        maps = "eager" if "attention-maps" in own.objective else None
-        teacher = models.load_teacher(recipe.teacher, maps, dtype)
+        teacher = models.load_teacher(recipe.teacher, dtype)
     objective = Objective(own.objective, teacher, own.temperature, own.answer_weight)
     return base, tokenizer, objective
 

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3C
 from coca_hf import CocaError, convert_checkpoint, patch_
 from coca_hf.convert import calibration as calibration_module
 from coca_hf.convert.calibrate import (
+    Keys,
     Strata,
     backward,
     divergences,
@@ -42,6 +43,7 @@ from coca_hf.convert.calibration_text import (
 )
 from coca_hf.convert.layer_pairs import Angles, LayerPairs
 from coca_hf.convert.writer import WeightsWriter
+from coca_hf.models.attention import scaled_key
 from tests.convert.checkpoints import (
     PROCESSES,
     assert_same_weights,
@@ -186,7 +188,7 @@ def test_gradients_are_those_of_the_divergence_of_the_models_maps(case, partial_
     attention = coca.model.layers[0].self_attn
     attention.zero_grad()
     backward(attention, seen, blocks, rows, [(slice(0, 1), 6), (slice(1, 3), 13)])
-    gradients = [attention.q_proj.weight.grad.clone(), attention.t_proj.weight.grad.clone()]
+    gradient = attention.q_proj.weight.grad.clone()
 
     attention.zero_grad()
     for model in (coca, original):
@@ -199,7 +201,25 @@ def test_gradients_are_those_of_the_divergence_of_the_models_maps(case, partial_
     )
     (-theirs.detach() * ours.clamp(min=1e-30).log()).sum(-1).mean().backward()
     assert (attention.coefficients(seen.inputs) > 0).any()
-    torch.testing.assert_close(gradients[0], attention.q_proj.weight.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gradient, attention.q_proj.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_coefficient_below_zero_has_a_tenth_of_the_gradient_that_makes_it_grow():
+    generator = torch.Generator().manual_seed(0)
+    t, unit, upstream = (
+        torch.randn(shape, generator=generator)
+        for shape in ((2, 3, 5, 4), (2, 1, 5, 2, 4), (2, 3, 5, 8))
+    )
+    t.requires_grad_(True)
+    key = Keys.apply(t, unit)
+    assert torch.equal(key, scaled_key(t.relu(), unit))
+    key.backward(upstream)
+    linear = t.detach().requires_grad_(True)
+    scaled_key(linear, unit).backward(upstream)
+    expected = torch.where(t > 0, linear.grad, 0.1 * linear.grad.clamp(max=0))
+    torch.testing.assert_close(t.grad, expected)
+    assert (t.grad[t < 0] < 0).any()
+    assert (t.grad[t < 0] == 0).any()
 
 
 @pytest.mark.parametrize("length", [5, 100, 2048])

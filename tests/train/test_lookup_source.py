@@ -9,7 +9,6 @@ from coca_hf.train.model import load_model
 from coca_hf.train.objectives import (
     answer_loss,
     answer_weights,
-    attention_map_loss,
     distillation_loss,
 )
 from coca_hf.train.recipe import Source, load_recipe
@@ -107,16 +106,6 @@ def test_distillation_adds_the_mean_over_answers_to_that_over_tokens(predictions
     ).sum(-1)
     expected = divergence.mean() + 3 * mean_over_answers(divergence[:, :-1], answers)
     found = distillation_loss(ours, theirs, weights=1 + 3 * answer_weights(answers))
-    torch.testing.assert_close(found, expected)
-
-
-def test_attention_maps_add_the_mean_over_the_queries_that_predict_answers(predictions):
-    *_, answers = predictions
-    draw = torch.Generator().manual_seed(1)
-    ours, theirs = torch.rand(2, 3, 5, 11, 11, generator=draw).softmax(-1)
-    divergence = kl_div(ours.log(), theirs, reduction="none").sum(-1).mean(1)
-    expected = divergence.mean() + 3 * mean_over_answers(divergence[:, :-1], answers)
-    found = attention_map_loss([ours], [theirs], 1 + 3 * answer_weights(answers))
     torch.testing.assert_close(found, expected)
 
 

@@ -9,8 +9,6 @@ from coca_hf.train import objectives
 from coca_hf.train.model import load_model, load_teacher
 from coca_hf.train.objectives import (
     Objective,
-    attention_map_loss,
-    attention_transfer_loss,
     chunk_cross_entropy_,
     distillation_loss,
 )
@@ -79,50 +77,6 @@ def test_autocast_leaves_the_divergence_in_float32():
     assert torch.equal(found, distillation_loss(student, teacher))
 
 
-def test_attention_transfer_is_the_mean_relative_error():
-    ours, theirs = ([torch.randn(2, 3, 5) for _ in range(4)] for _ in range(2))
-    blocks = [pair for layer in zip(ours, theirs, strict=True) for pair in zip(*layer, strict=True)]
-    errors = [float((a - b).norm() ** 2 / b.norm() ** 2) for a, b in blocks]
-    assert float(attention_transfer_loss(ours, theirs)) == pytest.approx(sum(errors) / (4 * 2))
-    assert attention_transfer_loss(theirs, theirs) == 0
-
-
-def test_attention_maps_are_compared_by_their_mean_divergence_in_nats():
-    causal = torch.ones(5, 5).tril().log()
-    ours, theirs = (
-        [(torch.randn(2, 3, 5, 5) + causal).softmax(-1) for _ in range(4)] for _ in range(2)
-    )
-    seen = torch.ones(5, 5).tril().bool()
-    rows = [
-        (a, b)
-        for layer in zip(ours, theirs, strict=True)
-        for a, b in zip(*(x.flatten(0, 1) for x in layer), strict=True)
-    ]
-    expected = [kl_div(a[seen].log(), b[seen], reduction="sum") / 5 for a, b in rows]
-    torch.testing.assert_close(attention_map_loss(ours, theirs), torch.stack(expected).mean())
-    assert float(attention_map_loss(theirs, theirs)) == pytest.approx(0, abs=1e-6)
-
-
-def test_attention_maps_train_the_attention_towards_the_teachers(tiny_coca_dir):
-    student, teacher = (load_model(str(tiny_coca_dir), None, "eager") for _ in range(2))
-    for name, parameter in student.named_parameters():
-        parameter.requires_grad_(".q_proj." in name or ".t_proj." in name)
-        if parameter.requires_grad:
-            parameter.data = parameter[
-                torch.randperm(len(parameter), generator=torch.Generator().manual_seed(1))
-            ]
-    objective, ids = Objective({"attention-maps": 1.0}, teacher), torch.arange(4, 44).view(2, 20)
-    optimizer = torch.optim.Adam((p for p in student.parameters() if p.requires_grad), lr=1e-2)
-    losses = []
-    for _ in range(30):
-        loss = objective(lambda: (None, student(input_ids=ids)), student, {"input_ids": ids}, 1)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
-
-
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_teacher_kept_in_half_precision_predicts_the_same_bits_under_autocast(
@@ -130,7 +84,7 @@ def test_a_teacher_kept_in_half_precision_predicts_the_same_bits_under_autocast(
 ):
     config = LlamaConfig(vocab_size=len(tiny_tokenizer), **TINY, tie_word_embeddings=tied)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    whole, half = load_model(str(tmp_path)), load_teacher(str(tmp_path), None, dtype)
+    whole, half = load_model(str(tmp_path)), load_teacher(str(tmp_path), dtype)
     kept = {parameter.dtype for parameter in half.parameters() if parameter.dim() == 2}
     assert kept == {dtype, torch.float32}  # float32: the embeddings
     assert half.lm_head.weight.dtype == (torch.float32 if tied else dtype)
@@ -142,7 +96,7 @@ def test_a_teacher_kept_in_half_precision_predicts_the_same_bits_under_autocast(
 def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(tiny_llama_dir):
     student, teacher = load_model(str(tiny_llama_dir)).train(), load_model(str(tiny_llama_dir))
     ids = torch.arange(4, 24)[None]
-    objective = Objective({"distill": 0.5, "attention-transfer": 0.5}, teacher)
+    objective = Objective({"distill": 0.5}, teacher)
 
     def text():
         outputs = student(input_ids=ids, labels=ids)
@@ -153,7 +107,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(tiny_llama_d
     loss.backward()
     assert all(parameter.grad is None for parameter in teacher.parameters())
     assert not teacher.training
-    assert set(objective.take_means()) == {"loss_distill", "loss_attention-transfer"}
+    assert set(objective.take_means()) == {"loss_distill"}
 
 
 def overrides(teacher, objective) -> list[str]:
@@ -164,17 +118,15 @@ def test_a_stage_logs_each_loss_and_its_checkpoint_holds_no_teacher(
     recipe_path, tiny_llama_dir, tmp_path
 ):
     before = {file.name: file.read_bytes() for file in tiny_llama_dir.glob("*.safetensors")}
-    mixed = "{lm: 0.5, distill: 0.25, attention-transfer: 0.25, attention-maps: 2.0}"
-    settings = ["stages.qkv.logging_steps=1", "stages.qkv.attn_implementation=eager"]
-    out = tmp_path / "out"
-    recipe = load_recipe(recipe_path, [*overrides(tiny_llama_dir, mixed), *settings])
+    out, mixed = tmp_path / "out", "{lm: 0.5, distill: 0.25}"
+    settings = [*overrides(tiny_llama_dir, mixed), "stages.qkv.logging_steps=1"]
+    recipe = load_recipe(recipe_path, settings)
     for stage in ("k", "qkv"):
         run_recipe(recipe, out, stage, resume=True)
     for line in log_lines(out / "2-qkv"):
-        taught = line["loss_distill"] + line["loss_attention-transfer"]
-        parts = 0.5 * line["loss_lm"] + 0.25 * taught + 2 * line["loss_attention-maps"]
+        parts = 0.5 * line["loss_lm"] + 0.25 * line["loss_distill"]
         assert line["loss"] == pytest.approx(parts, rel=1e-4)
-        assert line["loss_attention-maps"] > 0
+        assert line["loss_distill"] > 0
     assert "loss_lm" not in (out / "1-k/log.jsonl").read_text()
     shapes = {
         name: value.shape for name, value in load_model(str(out / "1-k")).state_dict().items()

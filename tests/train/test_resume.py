@@ -292,7 +292,7 @@ def test_a_really_full_disk_keeps_the_checkpoint_before_and_the_error_says_what_
 
 INTERRUPTED = {
     "adapters": ["stages.qkv.lora={r: 3, alpha: 6, dropout: 0.1}"],
-    "a teacher": ["stages.qkv.objective={lm: 0.5, distill: 0.25, attention-transfer: 0.25}"],
+    "a teacher": ["stages.qkv.objective={lm: 0.5, distill: 0.25}"],
 }
 
 
