@@ -81,7 +81,7 @@ def test_the_base_has_at_most_nine_dependencies_and_patches_converts_and_generat
 @pytest.mark.parametrize(
     ("command", "arguments", "module", "extra"),
     [
-        ("train", ["RECIPE"], "accelerate", "train"),
+        ("train", ["RECIPE"], "ruamel", "train"),
         (
             "evaluate",
             ["perplexity", "MODEL", "--data", "TEXT", "--lengths", "8", "--out", "OUT"],

@@ -29,15 +29,14 @@ import copy
 import dataclasses
 import functools
 import inspect
-import re
+import io
 import typing
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -49,6 +48,8 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 from torch.utils.checkpoint import checkpoint
 from transformers import TrainingArguments
 
@@ -668,47 +669,26 @@ def _item(items: list, step: str, override: str) -> Any:
     return names[step]
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads numbers and booleans as YAML 1.2 does: 1e-4 is a number; `no` and 1:30 are words."""
-
-    yaml_implicit_resolvers = {
-        first: [pair for pair in pairs if pair[0].endswith((":null", ":merge"))]
-        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def flatten_mapping(self, node: Any) -> None:
-        """Refuse a key that stands twice, before `<<` merges others in."""
-        keys = [] if hasattr(node, "is_flat") else [key.value for key, _ in node.value]
-        node.is_flat = True
-        for repeated in (key for number, key in enumerate(keys) if key in keys[:number]):
-            problem = f"the key {short(repeated)} stands twice"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-        super().flatten_mapping(node)
-
-
-_DECIMAL = r"(\d[\d_]*\.\d*|\.\d+)([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+"
-for _name, _pattern, _first in (
-    ("float", rf"^[-+]?({_DECIMAL}|\.(inf|Inf|INF))$|^\.(nan|NaN|NAN)$", "-+.0123456789"),
-    ("int", r"^[-+]?(0|[1-9][\d_]*|0x[\da-fA-F]+|0o[0-7]+)$", "-+0123456789"),
-    ("bool", r"^(true|True|TRUE|false|False|FALSE)$", "tTfF"),
-):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), list(_first))
-_Loader.add_constructor(
-    "tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(cast(Any, node)), 0)
-)
-
-
 def _parse(text: str, where: str) -> Any:
+    """YAML 1.2, in which 1e-4 is a number, and `no` and 1:30 are words; no key may stand twice."""
     try:
-        return yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
+        return YAML(typ="safe", pure=True).load(text)
+    except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
-        problem = getattr(error, "problem", None) or one_line(error)
+        problem = one_line(getattr(error, "problem", None) or error)
         raise CocaError(f"{where}: {line}not YAML: {problem}") from None
     except RecursionError:
         raise CocaError(f"{where}: not a recipe: nested too deeply") from None
-    except ValueError as error:  # of a value with a tag of its own, such as !!int x
+    except ValueError as error:  # of !!int x, and of numbers with thousands of digits
         raise CocaError(f"{where}: not YAML: {one_line(error)}") from None
-    except (KeyError, AttributeError):  # PyYAML's for !!bool x and !!timestamp x
+    except (KeyError, AttributeError):  # of !!bool x
         raise CocaError(f"{where}: not YAML: a value does not fit its tag") from None
+
+
+def recipe_text(recipe: Recipe) -> str:
+    """The YAML that `load_recipe` reads as this recipe."""
+    stream, yaml = io.StringIO(), YAML(typ="safe", pure=True)
+    yaml.default_flow_style, yaml.sort_base_mapping_type_on_output = False, False
+    yaml.dump(recipe.to_dict(), stream)
+    return stream.getvalue()

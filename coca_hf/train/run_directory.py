@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-import yaml
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
@@ -31,7 +30,7 @@ from transformers import TrainingArguments
 from coca_hf.errors import CocaError, one_line, short
 from coca_hf.files import remove_unfinished, replace_text, size_in_words
 from coca_hf.train.processes import is_lost_process
-from coca_hf.train.recipe import Recipe, Stage, StageOptions, read_tree
+from coca_hf.train.recipe import Recipe, Stage, StageOptions, read_tree, recipe_text
 from coca_hf.weights import read_json
 
 RECORD = "training.json"
@@ -172,7 +171,7 @@ def begin_out(out_dir: Path, recipe: Recipe, inputs: dict[str, Any]) -> None:
         if not _is_used(out_dir, recipe):
             out_dir.mkdir(parents=True, exist_ok=True)
             (out_dir / INPUTS).unlink(missing_ok=True)
-            replace_text(out_dir / RECIPE, yaml.safe_dump(recipe.to_dict(), sort_keys=False))
+            replace_text(out_dir / RECIPE, recipe_text(recipe))
         if not (out_dir / INPUTS).exists():
             replace_text(out_dir / INPUTS, json.dumps(inputs, indent=2) + "\n")
         remove_unfinished(out_dir)

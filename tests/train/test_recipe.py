@@ -129,7 +129,7 @@ BAD_SETTINGS = {  # or several together
     "training.max_steps=1:30": "max_steps: got '1:30', expected int",
     "stages.k.max_steps=!!int x": "not YAML: invalid literal",
     "training.bf16=!!bool x": "not YAML: a value does not fit its tag",
-    "data.seed=!!timestamp x": "not YAML: a value does not fit its tag",
+    "data.seed=!!timestamp x": "line 1: not YAML: failed to construct timestamp",
     "training.label_smoothing_factor=0.1": "transformers does not shift the labels of models that",
     f"stages.k.train={'[' * 2000}": "nested too deeply",
     f"training.max_steps={list(range(5000))}": "max_steps: got [0, 1, 2, 3, 4, 5, ...], expected int",
@@ -199,7 +199,8 @@ stages:
 BAD_FILES = {
     "[1, 2]": "got list, expected a recipe",
     "model: [": "line 1: not YAML",
-    "model: a\nmodel: b\n": "the key 'model' stands twice",
+    "model: a\nmodel: b\n": 'line 2: not YAML: found duplicate key "model"',
+    "model: !!bool a": "r.yaml: not YAML: a value does not fit its tag",
     "model: a\n": "data: missing",
     "{model: a, data: {seq_len: 8, sources: [{path: x, weight: 1}]}, stages: [{name: k, train: all}]}": "above 0",
 }
