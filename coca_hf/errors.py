@@ -58,7 +58,5 @@ def library_errors(problem: str) -> Iterator[None]:
         yield
     except CocaError:
         raise
-    except (
-        Exception
-    ) as error:  # libraries raise anything for files and options that nobody vouches for
+    except Exception as error:  # libraries raise anything for files that nobody vouches for
         raise CocaError(f"{problem}: {one_line(error)}") from error

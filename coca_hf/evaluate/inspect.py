@@ -3,6 +3,7 @@ without loading it.
 """
 
 import json
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -14,7 +15,6 @@ from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.loaded_model import trained_length
 from coca_hf.models.decoder import CocaConfig
 from coca_hf.weights import (
-    DTYPE_BITS,
     FLOATS,
     StoredTensor,
     checkpoint_file,
@@ -65,9 +65,7 @@ def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict
         "rope": _rope(config),
         "trained_length": trained_length(config),
         "max_length": getattr(config, "max_position_embeddings", None),
-        "parameters": sum(
-            tensor.num_bytes * 8 // DTYPE_BITS[tensor.dtype] for tensor in tensors.values()
-        ),
+        "parameters": sum(math.prod(tensor.shape) for tensor in tensors.values()),
         "dtype": dtype,
         "weight_bytes": weight_bytes,
         "kv_bytes_per_token": layers["growing"] * BYTES[dtype],

@@ -688,7 +688,6 @@ def _parse(text: str, where: str) -> Any:
 
 def recipe_text(recipe: Recipe) -> str:
     """The YAML that `load_recipe` reads as this recipe."""
-    stream, yaml = io.StringIO(), YAML(typ="safe", pure=True)
-    yaml.default_flow_style, yaml.sort_base_mapping_type_on_output = False, False
-    yaml.dump(recipe.to_dict(), stream)
+    stream = io.StringIO()
+    YAML().dump(recipe.to_dict(), stream)
     return stream.getvalue()
