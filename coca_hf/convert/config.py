@@ -12,6 +12,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    GenerationConfig,
 )
 
 from coca_hf.errors import CocaError, library_errors
@@ -86,22 +87,15 @@ REFUSED_FAMILIES = {"olmo2": _UNBOUNDED, "olmo3": _UNBOUNDED}
 # Fields that transformers, trainers and model authors have written over the years, and that do not
 # affect weights or attention, or are examined elsewhere. Names that begin with an underscore and
 # fields that are null do not matter, either.
-INERT_FIELDS = frozenset(
+INERT_FIELDS = GenerationConfig().to_dict().keys() | set(
     """
-    attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token
-    decoder_start_token_id diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
-    eos_token exponential_decay_length_penalty finetuning_task forced_bos_token_id
-    forced_eos_token_id gradient_checkpointing is_decoder is_llama_config length_penalty max_length
-    max_sequence_length max_window_layers min_length model_max_length model_name model_type
-    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
-    output_scores pad_token prefix pretraining_tp remove_invalid_values repetition_penalty
-    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
-    tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
-    transformers_version typical_p unk_token unk_token_id unsloth_fixed unsloth_version
-    use_bfloat16
+    attn_implementation auto_map bos_token eos_token finetuning_task gradient_checkpointing
+    is_decoder is_llama_config max_sequence_length max_window_layers model_max_length model_name
+    model_type pad_token prefix pretraining_tp sep_token_id task_specific_params tf_legacy_loss
+    tokenizer_class torch_dtype torchscript transformers.js_config unk_token unk_token_id
+    unsloth_fixed unsloth_version use_bfloat16
     """.split()  # noqa: SIM905
 )
-IGNORE_OPTION = "--ignore-field {}"
 # Fields that change the model in ways that CoCA does not follow, and what is supported instead.
 REFUSED_WHEN_SET = {
     "add_cross_attention": "decoders alone",
@@ -223,12 +217,10 @@ def coca_config(
     kept_layers: Iterable[int] = (),
     partial_rotary: Iterable[int] = (),
     ignored: Collection[str] = (),
-    ignore_option: str = IGNORE_OPTION,
 ) -> CocaConfig:
     """The CoCA configuration for a checkpoint's `config.json`, which `where` names in errors.
 
-    ignored: unknown fields that the user declares inert. ignore_option: how errors name the option
-    that ignores the field `{}`.
+    ignored: unknown fields that the user declares inert.
 
     Raises CocaError for an unknown family, a field that is not understood, or a value that CoCA
     does not support.
@@ -237,11 +229,11 @@ def coca_config(
     if config.get("auto_map") and "auto_map" not in ignored:
         raise CocaError(
             f"{where}: auto_map names the checkpoint's own code, which is never run; expected a "
-            f"plain {family.model_type!r}; {ignore_option.format('auto_map')} leaves it out, if "
-            f"the weights are those of transformers' {family.causal_lm.__name__}"
+            f"plain {family.model_type!r}; --ignore-field auto_map (ignore_fields in Python) leaves it "
+            f"out, if the weights are those of transformers' {family.causal_lm.__name__}"
         )
     understood = family.understands()
-    fields = _understood_fields(config, understood, ignored, where, ignore_option)
+    fields = _understood_fields(config, understood, ignored, where)
     head = head_of(config.get("architectures"))
     fields["architectures"] = [family.coca_causal_lm.__name__.replace("ForCausalLM", head)]
     with library_errors(where):
@@ -356,7 +348,7 @@ def _copied_config(config: Mapping, where: str, ignored: Collection[str]) -> Coc
             f"{where}: got model_type {model_type!r}, which this version of coca_hf does not have"
         )
     config_class = CONFIG_MAPPING[model_type]
-    fields = _understood_fields(config, _fields(config_class), ignored, where, IGNORE_OPTION)
+    fields = _understood_fields(config, _fields(config_class), ignored, where)
     with library_errors(where):
         return config_class(**fields)
 
@@ -366,11 +358,7 @@ def _fields(config_class: Any) -> set[str]:
 
 
 def _understood_fields(
-    config: Mapping,
-    understood: Collection[str],
-    ignored: Collection[str],
-    where: str,
-    ignore_option: str,
+    config: Mapping, understood: Collection[str], ignored: Collection[str], where: str
 ) -> dict:
     """The fields of `config` that are `understood`; the others are inert, unset or `ignored`.
 
@@ -378,10 +366,10 @@ def _understood_fields(
     """
     for field in ignored:
         if field not in config:
-            raise CocaError(f"{where}: {ignore_option.format(field)}: got no such field")
+            raise CocaError(f"{where}: --ignore-field {field}: got no such field")
         if field in understood or field in REFUSED_WHEN_SET or field == "model_type":
             raise CocaError(
-                f"{where}: {ignore_option.format(field)}: got a field that changes the model, "
+                f"{where}: --ignore-field {field}: got a field that changes the model, "
                 "expected an inert one"
             )
     name = config["model_type"]
@@ -394,8 +382,8 @@ def _understood_fields(
             hint = f" (nearest known field: {near[0]})" if near else ""
             raise CocaError(
                 f"{where}: {field}={value!r} is not understood for {name!r}{hint}; converting "
-                f"could change the model; {ignore_option.format(field)} leaves it out, if it says "
-                "nothing about weights or attention"
+                f"could change the model; --ignore-field {field} (ignore_fields in Python) leaves it "
+                "out, if it says nothing about weights or attention"
             )
         if value:
             raise CocaError(

@@ -77,7 +77,6 @@ def patch_(
         keep_layers,
         partial_rotary,
         ignore_fields,
-        ignore_option="ignore_fields=[{!r}]",
     )
     config = with_kept_window(config, keep_window, "patch_: model.config")
     config._attn_implementation = model.config._attn_implementation

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi
-from huggingface_hub.errors import LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from coca_hf.convert.config import Form
@@ -93,21 +92,17 @@ def check_device(device: str) -> None:
 
 
 def check_paths(sources: Collection[str], dst: str | os.PathLike) -> None:
-    """Raise CocaError for a path that cannot be looked up, or whose name is not UTF-8."""
+    """Raise CocaError for a path that cannot be looked up, or that is not UTF-8."""
     if Path(dst).name in ("", ".."):
         raise CocaError(f"DST: got {os.fspath(dst)!r}, expected the name of a directory to write")
     target = Path(dst).absolute()
     for path in (*(Path(src).absolute() for src in sources), target, staging_directory(target)):
         try:
-            str(path).encode()
+            str(path).encode()  # JSON holds no other names
             path.stat()
         except (FileNotFoundError, NotADirectoryError):
             pass
-        except UnicodeEncodeError:
-            raise CocaError(
-                f"{path}: got a name that is not UTF-8, which JSON cannot hold; rename it"
-            ) from None
-        # too long, a circle of links, not permitted; a null byte
+        # too long, a circle of links, not permitted; not UTF-8, a null byte
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise CocaError(f"{path}: cannot be used ({reason}); choose another path") from error
@@ -219,19 +214,12 @@ def _check_numbers(layout: Layout, targets: Iterable[TargetTensor]) -> None:
 
 def check_repository(repository: str) -> None:
     """Raise CocaError unless the login may create `repository` and it does not exist yet."""
-    option = f"--push-to-hub {repository}"
-    owner, _, name = repository.partition("/")
-    with library_errors(f"{option}: got no name of a repository, expected OWNER/NAME"):
+    option, (owner, _, name) = f"--push-to-hub {repository}", repository.partition("/")
+    with library_errors(f"{option}: expected OWNER/NAME, and a login that may write there"):
         validate_repo_id(f"{owner}/{name}")
-    with library_errors(f"{option}: the hub does not let us in"):
-        try:
-            login = HfApi().whoami()
-        except LocalTokenNotFoundError as error:
-            raise CocaError(
-                f"{option}: got no login, expected one that may write; run `hf auth login`, or set "
-                "HF_TOKEN"
-            ) from error
-    owners = [login["name"], *(organisation["name"] for organisation in login.get("orgs", []))]
+        login = HfApi().whoami()
+        owners = [login["name"], *(organisation["name"] for organisation in login.get("orgs", []))]
+        exists = HfApi().repo_exists(repository)
     if owner.lower() not in map(str.lower, owners):
         raise CocaError(
             f"{option}: got the owner {owner}, expected one that this login writes for: "
@@ -242,8 +230,6 @@ def check_repository(repository: str) -> None:
             f"{option}: got a token that only reads, expected one that may write; make one at "
             "https://huggingface.co/settings/tokens"
         )
-    with library_errors(f"{option}: the hub does not say whether it is there"):
-        exists = HfApi().repo_exists(repository)
     if exists:
         raise CocaError(
             f"{option}: is on the hub already, and is left as it is; choose another name, or "

@@ -30,13 +30,12 @@ def test_a_conversion_is_pushed_to_a_new_repository_with_its_card_first(
     assert hub.files == {file.name: file.read_bytes() for file in dst.iterdir()}
 
 
+EXPECTED = "expected OWNER/NAME, and a login that may write there: "
 LOGINS = {
-    "no owner": ("tiny-coca", {}, "got no name of a repository, expected OWNER/NAME"),
-    "three parts": ("a/b/c", {}, "got no name of a repository, expected OWNER/NAME"),
-    "empty": ("", {}, "got no name of a repository, expected OWNER/NAME"),
-    "odd letters": ("somebody/tiny coca", {}, "got no name of a repository"),
-    "no login": (REPO, {"token": None}, "got no login, expected one that may write; run `hf auth"),
-    "invalid token": (REPO, {"login": {}}, "the hub does not let us in: Invalid user token"),
+    "no owner": ("tiny-coca", {}, f"{EXPECTED}Repo id must use alphanumeric chars"),
+    "three parts": ("a/b/c", {}, f"{EXPECTED}Repo id must be in the form"),
+    "no login": (REPO, {"token": None}, f"{EXPECTED}Token is required"),
+    "invalid token": (REPO, {"login": {}}, f"{EXPECTED}Invalid user token"),
     "another's": ("else/tiny", {}, "got the owner else, expected one that this login writes for: "),
     "reads": (
         REPO,
@@ -47,18 +46,16 @@ LOGINS = {
 }
 
 
-@pytest.mark.parametrize("dry_run", [False, True])
 @pytest.mark.parametrize(("name", "state", "message"), LOGINS.values(), ids=LOGINS.keys())
 def test_what_cannot_be_pushed_is_refused_before_the_work(
-    hub, name, state, message, dry_run, tiny_llama_dir, tmp_path, refusal, monkeypatch
+    hub, name, state, message, tiny_llama_dir, tmp_path, refusal, monkeypatch
 ):
     if "token" in state:
         monkeypatch.delenv("HF_TOKEN")
     hub.login = state.get("login", hub.login)
     hub.files.update(state.get("files", {}))
     monkeypatch.setattr("coca_hf.convert.conversion.open_source", None)
-    dry = ["--dry-run"] if dry_run else []
-    printed = refusal(tiny_llama_dir, tmp_path / "dst", "--push-to-hub", name, *dry)
+    printed = refusal(tiny_llama_dir, tmp_path / "dst", "--push-to-hub", name)
     assert f"--push-to-hub {name}: {message}" in printed
     assert (hub.created, hub.pushed) == ([], [])
     assert list(tmp_path.iterdir()) == []
@@ -68,8 +65,12 @@ def test_an_organisation_of_the_login_may_be_pushed_to(hub):
     check_repository("lab/tiny-coca")
 
 
-def test_a_dry_run_pushes_nothing(hub, tiny_llama_dir, tmp_path, converts):
-    converts(tiny_llama_dir, tmp_path / "dst", "--push-to-hub", REPO, "--dry-run")
+def test_a_dry_run_checks_the_repository_and_pushes_nothing(
+    hub, tiny_llama_dir, tmp_path, converts, refusal
+):
+    options = tiny_llama_dir, tmp_path / "dst", "--dry-run", "--push-to-hub"
+    assert "got the owner else" in refusal(*options, "else/tiny")
+    converts(*options, REPO)
     assert hub.created == []
 
 
