@@ -29,6 +29,7 @@ from coca_hf.convert.writer import (
     Staging,
     WeightsWriter,
     contents_of,
+    lock,
     locked_staging,
     memory_bytes,
     staging_directory,
@@ -150,7 +151,8 @@ def convert_checkpoint(
     with _os_errors(target), contextlib.ExitStack() as stack:
         scratch = None
         if dry_run:
-            preflight.check_staging(target)
+            with lock(target):  # raises what making the staging directory would raise
+                pass
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory())).resolve()
         staging = stack.enter_context(locked_staging(scratch / "dst" if scratch else target))
         texts = map(os.fspath, local_files(calibrate_on) if calibrate_on else ())

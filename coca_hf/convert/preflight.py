@@ -4,7 +4,6 @@
 tensors' shapes, `open_source` damaged files, and `Staging` foreign files from an earlier run.
 """
 
-import errno
 import math
 import os
 import re
@@ -21,7 +20,7 @@ from coca_hf.convert.config import Form
 from coca_hf.convert.initialise import TargetTensor
 from coca_hf.convert.layout import DTYPES, Layout
 from coca_hf.convert.source import COMPANIONS
-from coca_hf.convert.writer import Staging, lock, staging_directory
+from coca_hf.convert.writer import Staging, staging_directory
 from coca_hf.errors import CocaError, library_errors
 from coca_hf.files import size_in_words
 
@@ -141,23 +140,6 @@ def check_target(sources: Collection[str], target: Path, overwrite: bool) -> Non
             )
     if problem:
         raise CocaError(f"{target}: {problem}")
-
-
-def check_staging(target: Path) -> None:
-    """Raise what making the staging directory of `target` would raise, for a dry run.
-
-    CocaError if another process writes there or something foreign is in the way, and OSError if
-    nothing can be written.
-    """
-    directory = staging_directory(target)
-    if os.path.lexists(directory):
-        with lock(Staging(target)):
-            Staging(target).check()
-    parent = _existing(directory)
-    if not parent.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(parent))
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(parent))
 
 
 def free_bytes(target: Path) -> int:

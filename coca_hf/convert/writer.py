@@ -61,7 +61,7 @@ class FinishedShard:
 
 
 class Staging:
-    """The staging directory of `target`; `locked_staging` makes and locks it.
+    """The staging directory of `target`; `lock` makes it.
 
     former: the contents of the target when the work began, which `publish` replaces. finished: the
     finished shards by name.
@@ -205,54 +205,60 @@ def staging_directory(target: Path) -> Path:
 
 @contextlib.contextmanager
 def locked_staging(target: Path) -> Iterator[Staging]:
-    """Hold the staging directory of `target`.
+    """Hold the staging directory of `target`, as in `lock`.
 
     It is removed afterwards, unless the body was interrupted with shards finished: the next run
     continues from them. A CocaError is not an interruption, because it would come again. It leaves
     only calibrated layers, which took hours and may serve a run with another dtype.
+    """
+    with lock(target) as staging:
+        staging.recover()
+        try:
+            yield staging
+        except BaseException as error:
+            staging.recover()
+            if staging.begun and isinstance(error, CocaError):
+                staging.finished = {}
+            if staging.begun and not staging.has_results():
+                staging.discard()
+            raise
+        try:
+            staging.discard()
+        except OSError as error:
+            raise CocaError(
+                f"{target}: is written; but what is left of the work cannot be removed: {error}"
+            ) from error
 
-    Raises CocaError if another process holds the directory or it has something that we do not make.
+
+@contextlib.contextmanager
+def lock(target: Path) -> Iterator[Staging]:
+    """Make and hold the staging directory of `target`, and remove it afterwards if it is empty.
+
+    Raises CocaError if another process holds it or it has something that we do not make.
     """
     staging = Staging(target)
-    made = [parent for parent in staging.directory.parents if not parent.exists()]
-    try:
-        with lock(staging):
-            staging.check()
-            staging.recover()
-            try:
-                yield staging
-            except BaseException as error:
-                staging.recover()
-                if staging.begun and isinstance(error, CocaError):
-                    staging.finished = {}
-                if staging.begun and not staging.has_results():
-                    staging.discard()
-                raise
-            try:
-                staging.discard()
-            except OSError as error:
-                raise CocaError(
-                    f"{target}: is written; but what is left of the work cannot be removed: {error}"
-                ) from error
-    finally:
-        with contextlib.suppress(OSError):  # stops at the first one that is not empty
-            for directory in (staging.directory, *made):
-                directory.rmdir()
+    directory, file = staging.directory, staging.directory / "lock"
+    busy = f"{target}: another conversion is writing it; wait for it or choose another name"
+    made = [parent for parent in directory.parents if not parent.exists()]
+    with contextlib.ExitStack() as held:
+        held.callback(_remove_empty, directory, *made)
+        is_locked = False
+        while not is_locked:
+            for path in (directory, file):
+                if os.path.lexists(path):
+                    _check_plain(path, is_directory=path == directory)
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # the last holder just removed the directory
+                held.enter_context(locked(file, busy))
+                is_locked = True
+        staging.check()
+        yield staging
 
 
-def lock(staging: Staging) -> contextlib.ExitStack:
-    """Make the directory of `staging` and hold its lock. Raises CocaError if it is taken."""
-    directory = staging.directory
-    busy = f"{staging.target}: another conversion is writing it; wait for it or choose another name"
-    held = contextlib.ExitStack()
-    while True:
-        for path in (directory, directory / "lock"):
-            if os.path.lexists(path):
-                _check_plain(path, is_directory=path == directory)
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # the last holder just removed the directory
-            held.enter_context(locked(directory / "lock", busy))
-            return held
+def _remove_empty(*directories: Path) -> None:
+    with contextlib.suppress(OSError):  # stops at the first one that is not empty
+        for directory in directories:
+            directory.rmdir()
 
 
 def _check_plain(path: Path, is_directory: bool) -> None:

@@ -1,7 +1,6 @@
 """`--dry-run`: every check and a plan, without a byte written."""
 
 import errno
-import os
 import re
 import tempfile
 
@@ -102,17 +101,7 @@ def test_what_a_conversion_refuses_is_refused_in_the_same_words(
             convert_checkpoint(source, dst, dry_run=dry_run, **options)
         said.append(str(refused.value))
         assert files_of(tmp_path) == before
-    if "Errno" not in message:  # the error is from another call on the same path
-        assert said[0] == said[1]
-
-
-def test_a_directory_that_may_not_be_written_is_refused(
-    tiny_llama_dir, tmp_path, refusal, monkeypatch
-):
-    """As root, every directory is writable unless the disk is read-only."""
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    printed = refusal(tiny_llama_dir, tmp_path / "dst", "--dry-run")
-    assert "dst: not written: [Errno 13] Permission denied" in printed
+    assert said[0] == said[1]
 
 
 @pytest.mark.parametrize("options", [[], ["--dry-run"]])
