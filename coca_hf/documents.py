@@ -249,13 +249,8 @@ def _json_lines(file: Path, column: str) -> Iterator[Any]:
         for row_number, line in enumerate(lines):
             try:
                 row = json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                raise CocaError(
-                    f"{file}: row {row_number}: got bytes that are not UTF-8 at offset "
-                    f"{error.start}; convert the file"
-                ) from None
             except (ValueError, RecursionError) as error:
-                raise CocaError(f"{file}: row {row_number}: not JSON ({error})") from None
+                raise CocaError(f"{file}: row {row_number}: not JSON in UTF-8 ({error})") from None
             if not isinstance(row, dict):
                 raise CocaError(
                     f"{file}: row {row_number}: got a JSON {type(row).__name__}, expected an object"

@@ -67,13 +67,10 @@ FOREIGN = {
         "repository with -hf in its name, or convert it with transformers' "
         "convert_llama_weights_to_hf.py"
     ),
-    ("pytorch_model*.bin",): (
+    ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.ckpt"): (
         "only pickled weights ({}), which can run code when read; expected safetensors; pass "
-        f"--allow-pickle, which reads tensors alone, from {PICKLE} or the files of {PICKLE_INDEX}"
-    ),
-    ("*.bin", "*.pt", "*.pth", "*.ckpt"): (
-        "only pickled weights ({}), which can run code when read; expected safetensors; load the "
-        "model with transformers and save_pretrained it to a new directory"
+        f"--allow-pickle, which reads tensors alone, from {PICKLE} or the files of {PICKLE_INDEX}; "
+        "or load the model with transformers and save_pretrained it to a new directory"
     ),
     ("*.h5", "*.msgpack", "*.onnx"): (
         "weights of another framework ({}), expected safetensors; load the model with a "

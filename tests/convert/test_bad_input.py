@@ -47,11 +47,6 @@ def without_weights(**files):
     return change
 
 
-def pickle_only(directory):
-    without_weights()(directory)
-    torch.save({}, directory / "pytorch_model.bin")
-
-
 def adapter(directory):
     (directory / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
     (directory / "adapter_model.safetensors").touch()
@@ -82,14 +77,9 @@ DAMAGE = {
     "wrong type": (config(hidden_size="big"), "hidden_size"),
     "no weights": (without_weights(), "got no weights, expected model.safetensors"),
     "pickle only": (
-        pickle_only,
-        "got only pickled weights (pytorch_model.bin), which can run code when read; expected "
-        "safetensors; pass --allow-pickle",
-    ),
-    "pickle of another name": (
         renamed("model.pt"),
         "got only pickled weights (model.pt), which can run code when read; expected safetensors; "
-        "load the model with transformers",
+        "pass --allow-pickle",
     ),
     "adapter": (
         lambda d: [without_weights()(d), adapter(d)],

@@ -83,65 +83,30 @@ def with_header(change):
 
 
 def entry(**changes):
-    """A damage: other values in the entry of `K0`; ... drops one."""
-
-    def change(header):
-        changed = header[K0] | changes
-        header[K0] = {name: value for name, value in changed.items() if value is not ...}
-
-    return with_header(change)
+    """A damage: other values in the entry of `K0`."""
+    return with_header(lambda header: header[K0].update(changes))
 
 
-def overlap(header):
-    header[K0]["data_offsets"] = header[K0.replace("k_proj", "v_proj")]["data_offsets"]
-
-
-def duplicated(_, header, data):
+def duplicated(file):
     """The entry of `K0` a second time under its name, at the place of another tensor."""
-    entries = json.loads(header)
+    text, data = read_header(file)
+    entries = json.loads(text)
     other = entries.pop(K0.replace("k_proj", "v_proj"))
-    text = json.dumps(entries)[:-1] + f', "{K0}": {json.dumps(other)}}}'
-    return struct.pack("<Q", len(text)) + text.encode() + data
-
-
-def raw(change):
-    """A damage: `change` makes the file from its length, its header and its data."""
-
-    def apply(file):
-        text, data = read_header(file)
-        file.write_bytes(change(struct.pack("<Q", len(text)), text, data))
-
-    return apply
-
-
-def header_of(header):
-    return lambda file: write_header(file, header, b"")
+    header = json.dumps(entries)[:-1] + f', "{K0}": {json.dumps(other)}}}'
+    write_header(file, header.encode(), data)
 
 
 HEADERS = {
-    "empty file": raw(lambda *_: b""),
-    "length beyond the file": raw(lambda _, h, d: struct.pack("<Q", 10**9) + h + d),
-    "length of all ones": raw(lambda _, h, d: b"\xff" * 8 + h + d),
-    "not an object": header_of([1]),
-    "not UTF-8": header_of(b'{"\xff": 1}'),
-    "deeply nested": header_of(b"[" * 100_000),
-    "duplicate tensor": raw(duplicated),
-    "overlap": with_header(overlap),
-    "data missing": raw(lambda n, h, d: n + h + d[:-4]),
-    "data too long": raw(lambda n, h, d: n + h + d + b"x"),
+    "empty file": lambda file: file.write_bytes(b""),
+    "length of all ones": lambda file: write_header(file, *read_header(file), length=2**64 - 1),
+    "deeply nested": lambda file: write_header(file, b"[" * 100_000, b""),
+    "duplicate tensor": duplicated,
+    "data missing": lambda file: file.write_bytes(file.read_bytes()[:-4]),
+    "data too long": lambda file: file.write_bytes(file.read_bytes() + b"x"),
     "shape and offsets differ": entry(shape=[12, 25]),
-    "negative size": entry(shape=[-12, -24]),
-    "fractional size": entry(shape=[12.0, 24]),
-    "true for a size": entry(shape=[True, 288]),
     "huge size": entry(shape=[2**70, 24]),
-    "product overflows 64 bits": entry(shape=[2**62, 2**62, 4]),
-    "thousands of dimensions": entry(shape=[1] * 5000),
     "offsets beyond the file": entry(data_offsets=[2**40, 2**40 + 1152]),
-    "offsets backwards": entry(data_offsets=[1152, 0]),
-    "one offset": entry(data_offsets=[0]),
     "unknown type": entry(dtype="F7"),
-    "type is a list": entry(dtype=["F32"]),
-    "no type": entry(dtype=...),
 }
 
 
@@ -152,35 +117,23 @@ def test_a_false_header_is_refused(source, damage):
     assert message.startswith(f"{source / 'model.safetensors'}: truncated or corrupted (")
 
 
-def mutated(random, header):
-    """The header with one to three changes: bytes, digits, cut, doubled or replaced pieces."""
+PIECES = [
+    *(b"null", b"-1", b"1e400", b"[]", b"{}", b'"\\ud800"', b"NaN", b"9" * 5000, b"true", b"\xff"),
+    *(b"[" * 3000, b'"__metadata__":{},', b'"a\\nb\\u001b[31m":', b" " * 99, b""),
+]
+
+
+def mutated(draw, header):
+    """The header with one to three changes: digits, and pieces cut, doubled or replaced."""
     text = bytearray(header)
-    for _ in range(random.randint(1, 3)):
-        start = random.randrange(len(text))
-        end = min(len(text), start + random.randint(1, 30))
-        kind = random.randrange(7)
-        if kind == 0:
-            text[start] = random.randrange(256)
-        elif kind == 1:
-            del text[start:end]
-        elif kind == 2:
-            text[start:start] = text[start:end]
-        elif kind == 3:
-            text[start:end] = bytes(random.randrange(256) for _ in range(end - start))
-        elif kind == 4:
-            digits = [i for i, byte in enumerate(text) if chr(byte).isdigit()]
-            text[random.choice(digits)] = ord(random.choice("0123456789-.eE"))
-        elif kind == 5:
-            value = random.choice(
-                [b"null", b"-1", b"1e400", b"[]", b"{}", b'"\\ud800"', b"NaN", b"9" * 5000, b"true"]
-            )
-            text[start:end] = value
+    for _ in range(draw.randint(1, 3)):
+        start = draw.randrange(len(text))
+        end = draw.choice([start, min(len(text), start + draw.randint(1, 30))])
+        digits = [i for i, byte in enumerate(text) if chr(byte).isdigit()]
+        if draw.randrange(3) == 0 and digits:
+            text[draw.choice(digits)] = ord(draw.choice("0123456789-.eE"))
         else:
-            text[start:start] = random.choice(
-                [b"[" * 3000, b'"__metadata__":{},', b'"a\\nb\\u001b[31m":', b" " * 99]
-            )
-        if not text:
-            break
+            text[start:end] = draw.choice([*PIECES, text[start:end] * 2, draw.randbytes(30)])
     return bytes(text)
 
 
@@ -355,7 +308,7 @@ def test_code_beside_a_coca_source_is_neither_run_nor_copied(source, tmp_path):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("token_id", [2**24 + 1, 2**31, 2**63])
+@pytest.mark.parametrize("token_id", [2**24 + 1, 2**63])
 def test_a_token_id_beyond_any_vocabulary_does_not_keep_the_conversion_busy(
     source, tmp_path, tiny_tokenizer, token_id
 ):
