@@ -137,7 +137,10 @@ RANDOM = [os.urandom(90).hex() for _ in range(90)]
 BAD_FILES = {  # their content, and what is said after their name
     "binary.txt": (b"MZ\0\1", "got a zero byte at offset 2, expected text"),
     "latin.txt": ("naïve".encode("latin-1"), "got bytes that are not UTF-8 at offset 2"),
-    "latin.jsonl": (lines(ROWS) + b'{"text": "na\xefve"}\n', r"row 3: not JSON in UTF-8 \('utf-8' codec"),
+    "latin.jsonl": (
+        lines(ROWS) + b'{"text": "na\xefve"}\n',
+        r"row 3: not JSON in UTF-8 \('utf-8' codec",
+    ),
     "half.jsonl": (lines(ROWS)[:-9], "row 2: not JSON"),
     "list.jsonl": (lines(ROWS) + b"[1]\n", "row 3: got a JSON list, expected an object"),
     "deep.jsonl": (b"[" * 100_000, "row 0: not JSON"),

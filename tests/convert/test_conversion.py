@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from coca_hf import CocaError, convert_checkpoint, patch_
-from coca_hf.convert.initialise import initial_t
 from coca_hf.models.attention import coca_query
 from tests.conftest import TINY
 from tests.convert.checkpoints import (
@@ -72,21 +71,6 @@ def test_max_shard_size_is_honoured_and_the_shards_load(tmp_path, tiny_llama_dir
         for directory in (tmp_path / "dst", tiny_coca_dir)
     ]
     assert torch.equal(*logits)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_the_start_is_the_scaled_mean_of_pairs_and_leaves_the_keys_as_they_are(dtype):
-    k, scales = (
-        torch.randn(2 * 8, 5, generator=torch.Generator().manual_seed(0)).to(dtype),
-        torch.tensor([0.3, 2.0]),
-    )
-    before, heads = k.clone(), k.double().view(2, 2, 4, 5)
-    expected = (heads[:, 0] + heads[:, 1]) / 2 * scales.double()[:, None, None]
-    torch.testing.assert_close(
-        initial_t(k, scales, 2),
-        expected.flatten(0, 1).to(torch.promote_types(dtype, torch.float32)),
-    )
-    assert torch.equal(k, before)
 
 
 @pytest.mark.parametrize(

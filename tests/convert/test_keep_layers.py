@@ -167,7 +167,8 @@ def test_kept_layers_that_the_weights_do_not_have_are_refused(converted, edited,
 
 
 def test_a_later_conversion_records_the_earlier_ones(tiny_llama_dir, text, tmp_path, converts):
-    kept, calibrated = tmp_path / "kept", ["--calibrate", text, "--calibrate-tokens", 256]
+    kept, calibrated = tmp_path / "kept", ["--calibrate", text, "--calibrate-passes", 2]
+    calibrated += ["--calibrate-tokens", 256]
     convert_checkpoint(tiny_llama_dir, kept, keep_layers=[0, 2])
     printed = converts(kept, tmp_path / "one", "--keep-layers", "2,", *calibrated)
     assert "converts              layers 0, no others" in printed
@@ -208,21 +209,6 @@ def test_layers_that_are_not_there_or_named_twice_are_refused(
     with pytest.raises(CocaError, match=absent):
         patch_(AutoModelForCausalLM.from_pretrained(tiny_llama_dir), **{option: layers})
     assert not list(tmp_path.iterdir())
-
-
-def test_the_remedy_for_a_number_of_layers_of_a_coca_checkpoint_is_accepted(
-    converted, text, tmp_path, refusal, converts
-):
-    _, kept, _ = converted("llama", **KEPT)
-    printed = refusal(kept, tmp_path / "dst", "--keep-layers", "2")
-    assert (
-        "name the layers, as in 8,17 (one alone: '8,'), or, if the source is not a CoCA" in printed
-    )
-    printed = refusal(kept, tmp_path / "dst", "--keep-layers", "2", "--calibrate", text)
-    assert (
-        "expected the numbers of the kept layers that stay, as in 8,17 (one alone: '8,')" in printed
-    )
-    converts(kept, tmp_path / "dst", "--keep-layers", "2,")
 
 
 def test_the_released_layout_has_no_keys_to_keep(tmp_path):
@@ -327,17 +313,6 @@ def test_a_number_of_layers_means_those_that_coca_eval_layers_ranks_first(tmp_pa
         _layers_to_keep(f"2:{tmp_path}")
 
 
-def test_the_command_keeps_layers_and_says_so(tiny_llama_dir, tmp_path, converts):
-    printed = converts(tiny_llama_dir, tmp_path / "dst", "--keep-layers", "2,0")
-    assert "original attention    kept in layers 0, 2" in printed
-    card = (tmp_path / "dst" / "README.md").read_text()
-    assert "in place of its own in all layers but 0, 2, made with" in card
-    assert "- original attention: layers 0, 2" in card
-    assert record_of(tmp_path / "dst", "config.json")["coca_kept_layers"] == [0, 2]
-    converts(tiny_llama_dir, tmp_path / "one", "--keep-layers", "2,")
-    assert record_of(tmp_path / "one", "config.json")["coca_kept_layers"] == [2]
-
-
 def test_the_command_gives_kept_layers_a_window_and_everything_tells_of_it(
     tiny_llama_dir, text, tmp_path, converts
 ):
@@ -345,7 +320,9 @@ def test_the_command_gives_kept_layers_a_window_and_everything_tells_of_it(
     printed = converts(tiny_llama_dir, dst, *options)
     assert "original attention    kept in layers 1, over the last 6 tokens" in printed
     assert record_of(dst)["kept_window"] == 6
-    assert "- original attention: layers 1, last 6 tokens" in (dst / "README.md").read_text()
+    card = (dst / "README.md").read_text()
+    assert "in place of its own in all layers but 1, made with" in card
+    assert "- original attention: layers 1, last 6 tokens" in card
     facts = inspect_checkpoint(dst)
     assert "the original's in layers 1, over the last 6 tokens" in describe(facts)
     assert facts["kv_bytes_fixed"] > 0
@@ -371,6 +348,7 @@ def test_the_command_gives_kept_layers_a_window_and_everything_tells_of_it(
         calibrate_on=str(text),
         calibrate_tokens=256,
         calibrate_block=16,
+        calibrate_passes=1,
         keep_layers=1,
         keep_window=16,
     )

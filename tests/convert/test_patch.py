@@ -111,7 +111,9 @@ def test_a_config_that_coca_does_not_support_is_refused_and_the_model_left_as_it
 
 def test_a_field_that_is_not_understood_can_be_ignored_and_the_message_names_the_argument(model):
     model.config.seq_len = 5
-    message = r"patch_: model.config: seq_len=5 is not understood.*\(ignore_fields in Python\) leaves"
+    message = (
+        r"patch_: model.config: seq_len=5 is not understood.*\(ignore_fields in Python\) leaves"
+    )
     with pytest.raises(CocaError, match=message):
         patch_(model)
     problems = {"hidden_size": "a field that changes the model", "seq_lem": "no such field"}
