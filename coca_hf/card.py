@@ -98,11 +98,6 @@ def write_card(
         raise CocaError(
             f"{path}: not written by coca_hf, and left as it is; move it to have a card made"
         )
-    if not (directory / "conversion.json").exists():
-        raise CocaError(
-            f"{directory}/conversion.json: no such file, expected a checkpoint that coca-convert or "
-            f"coca-train made"
-        )
     conversion = read_json(directory / "conversion.json")
     if training is None:
         file = directory / "training.json"

@@ -202,11 +202,6 @@ def open_weights(
     try:
         for name in sorted(set(weight_map.values())) if weight_map else [single_name]:
             file = checkpoint_file(directory, name)
-            if weight_map and not file.is_file():
-                raise CocaError(
-                    f"{directory / index_name}: names {name}, which is not in {directory}; "
-                    "download it"
-                )
             files[name] = open_pickle(file) if pickled else WeightsFile(file)
         file_of: dict[str, AnyFile] = {}
         for weights in files.values():
@@ -304,7 +299,9 @@ def open_regular(file: Path):
             raise CocaError(f"{file}: is no ordinary file, expected one; copy the checkpoint again")
         return file.open("rb", buffering=0)
     except FileNotFoundError:
-        raise CocaError(f"{file}: no such file, expected a checkpoint with one") from None
+        raise CocaError(
+            f"{file}: no such file, expected a complete checkpoint, which has one"
+        ) from None
     except (OSError, RuntimeError) as error:
         raise CocaError(f"{file}: cannot be read ({error})") from error
 

@@ -43,11 +43,6 @@ class Adapter:
     """
 
     def __init__(self, directory: Path):
-        if not (directory / CONFIG).exists():
-            raise CocaError(
-                f"--adapter: got {directory}, expected a directory with {CONFIG} and {WEIGHTS}, as "
-                "peft saves them"
-            )
         self.config_file = checkpoint_file(directory, CONFIG)
         config = read_json(self.config_file)
         self.rank, self.scale = self._rank_and_scale(config)

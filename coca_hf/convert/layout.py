@@ -397,32 +397,25 @@ def _by_pairs(heads: Tensor, config: CocaConfig) -> Tensor:
 
 
 def _check_released(config: CocaConfig, family: Family | None, where: str) -> None:
-    """Raise CocaError if the released layout, which is that of `where`, does not allow `config`."""
-    layout, problem = f"{where}: got the released CoCA layout", None
-    if family is None:
-        problem = (
-            f"--released: got {where}, a CoCA checkpoint of coca_hf, expected one of the authors' "
-            "code; leave --released out"
+    """Raise CocaError if `config` does not allow the released layout, which is that of `where`.
+
+    Below a rotary_pct of 1, the released code pairs t wrongly, and its weights are no CoCA model's.
+    """
+    problems = {
+        "coca_hf's own format": family is None,
+        config.model_type.removeprefix("coca_"): config.model_type
+        not in ("coca_llama", "coca_gpt_neox"),
+        "--constraint strict": config.coca_constraint != "slack",
+        "--keep-layers": bool(config.coca_kept_layers),
+        "--partial-rotary": bool(config.coca_partial_rotary_layers),
+        "a rotary_pct below 1": rotary_dim(config) != config.head_dim,
+    }
+    if found := [problem for problem, is_found in problems.items() if is_found]:
+        raise CocaError(
+            f"{where}: got the released CoCA layout with {', '.join(found)}, expected a llama or "
+            "gpt_neox of the authors' code in the slack form, all of whose pairs are rotated and "
+            "whose layers stay as they are"
         )
-    elif config.coca_constraint != "slack":
-        problem = f"{layout}, which is slack, expected --constraint slack"
-    elif config.model_type not in ("coca_llama", "coca_gpt_neox"):
-        problem = f"{layout} for {config.model_type!r}, expected llama or gpt_neox"
-    elif config.coca_kept_layers:
-        problem = f"{layout}, which has no keys to keep, expected --keep-layers with an original"
-    elif config.coca_partial_rotary_layers:
-        problem = (
-            f"--partial-rotary: got {config.coca_partial_rotary_layers} with {where}, a CoCA model "
-            "whose attention would change; expected an original checkpoint"
-        )
-    elif rotary_dim(config) != config.head_dim:
-        problem = (
-            f"{layout} with rotary_pct {config.rope_parameters['partial_rotary_factor']}, expected "
-            "1: below 1, the released code pairs t wrongly, and its weights do not belong to any "
-            "CoCA model"
-        )
-    if problem:
-        raise CocaError(problem)
 
 
 def _and_more(names: list[str]) -> str:

@@ -147,30 +147,20 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
 def _check_movable(model: PreTrainedModel) -> None:
     """Raise CocaError for what `patch_` would lose: hooks, compiled code, weights elsewhere."""
     for name, parameter in model.named_parameters():
-        if type(parameter.data) is not torch.Tensor:
+        if type(parameter.data) is not torch.Tensor or parameter.is_meta:
             raise CocaError(
-                f"patch_: {name} is a {type(parameter.data).__name__} (sharded or quantized), "
-                "expected plain weights; patch_ first"
-            )
-        if parameter.is_meta:
-            raise CocaError(
-                f"patch_: {name} is on the meta device (offloaded to disk, or never loaded), "
-                "expected all weights in memory; load the model without offloading, or use "
-                "coca-convert"
+                f"patch_: {name} is a {type(parameter.data).__name__} on {parameter.device}, "
+                "expected plain weights in memory; patch_ before you quantize, shard or offload"
             )
     for name, module in model.named_modules():
-        if module._compiled_call_impl is not None or "forward" in vars(module):
-            raise CocaError(
-                f"patch_: {name or 'the model'} is compiled or has a forward of its own, which "
-                "would be lost; patch_ first"
-            )
         kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
         hooks = [hook for kind in kinds for hook in getattr(module, f"_{kind}").values()]
         # the CoCA model gets these, too
         own = ("transformers.utils.output_capturing", "transformers.modeling_utils")
         is_foreign = any(getattr(hook, "__module__", None) not in own for hook in hooks)
-        if hasattr(module, "_hf_hook") or is_foreign:
+        is_compiled = module._compiled_call_impl is not None or "forward" in vars(module)
+        if is_compiled or is_foreign or hasattr(module, "_hf_hook"):
             raise CocaError(
-                f"patch_: {name or 'the model'} has hooks, which would be lost; remove them (of a "
-                "model on several devices: load it on one), patch_, and add them again"
+                f"patch_: {name or 'the model'} is compiled or has hooks or a forward of its own, "
+                "which would be lost; patch_ first, with the model on one device"
             )

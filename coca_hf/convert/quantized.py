@@ -42,8 +42,7 @@ def quantized_weights(
 ) -> tuple[str | None, dict[str, QuantizedWeight]]:
     """The method that a checkpoint's `config`, at `where`, names, and its quantized weights by name.
 
-    Raises CocaError for a method that is not supported, for tensors that do not fit together, and
-    if bitsandbytes is needed and not installed.
+    Raises CocaError for a method that is not supported and for tensors that do not fit together.
     """
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict) or not quantization.keys() & METHOD_FIELDS:
@@ -55,13 +54,8 @@ def quantized_weights(
         names = [name for name, file in files.items() if file.tensors[name].dtype == FP8]
         return "FP8", {name: _fp8(name, tuple(block), files) for name in names}
     if method == "bitsandbytes":
-        try:
-            import bitsandbytes  # noqa: F401
-        except ImportError as error:
-            raise CocaError(
-                f"{where}: got weights quantized by bitsandbytes, which is not installed; "
-                "pip install 'coca-hf[qlora]'"
-            ) from error
+        import bitsandbytes  # noqa: F401  # before anything is read
+
         four_bits = [_four_bits(name, files) for name in files if FOUR_BITS in name]
         eight_bits = [_eight_bits(name, files) for name in files if name.endswith(EIGHT_BITS)]
         return "bitsandbytes", dict(four_bits + eight_bits)

@@ -4,7 +4,6 @@ import contextlib
 import fnmatch
 import functools
 import glob
-import importlib.util
 import json
 import os
 import shutil
@@ -242,6 +241,7 @@ class GgufSource(Source):
     """A GGUF file; transformers builds its model in memory, dequantized to float32."""
 
     def __init__(self, file: Path, adapter: Adapter | None = None):
+        import gguf  # noqa: F401  # transformers would name no extra
         import transformers
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -250,8 +250,6 @@ class GgufSource(Source):
                 f"{file}: --adapter: got a GGUF file, whose weights are quantized, expected the "
                 "safetensors checkpoint that the adapter was trained on"
             )
-        if importlib.util.find_spec("gguf") is None:
-            raise CocaError(f"{file}: GGUF needs the gguf package; pip install 'coca-hf[gguf]'")
         with library_errors(f"{file}: cannot be read as GGUF"):
             self._model = AutoModelForCausalLM.from_pretrained(
                 file.parent,
@@ -357,18 +355,12 @@ def open_source(
         return _open_directory(directory, commit, adapter, pickled=True)
     names = os.listdir(directory) if path.is_dir() else _names_on_hub(source, directory)
     gguf_files = sorted(name for name in names if name.endswith(".gguf"))
-    if gguf_files and not path.is_dir():
-        raise CocaError(
-            f"{source}: got GGUF files ({', '.join(gguf_files)}), expected safetensors; download "
-            f"one of them (hf download {source} {gguf_files[0]} --local-dir DIR) and name the file "
-            "itself"
-        )
-    if len(gguf_files) == 1:
+    if len(gguf_files) == 1 and path.is_dir():
         return GgufSource(directory / gguf_files[0], adapter)
     if gguf_files:
         raise CocaError(
-            f"{source}: got {len(gguf_files)} GGUF files ({', '.join(gguf_files)}), expected one; "
-            "name the file itself"
+            f"{source}: got GGUF files ({', '.join(gguf_files)}); name one of them as SRC, from the "
+            f"hub after `hf download {source} {gguf_files[0]} --local-dir DIR`"
         )
     for patterns, what in FOREIGN.items():
         for pattern in patterns:

@@ -211,7 +211,7 @@ REFUSED = {
     ),
     "no adapter": (
         lambda d: (d / "adapter_config.json").unlink(),
-        "expected a directory with adapter_config.json and adapter_model.safetensors, as peft sav",
+        "adapter_config.json: no such file",
     ),
 }
 

@@ -115,14 +115,14 @@ DAMAGE = {
     ),
     "absent shard": (
         lambda d: index(d, {K0: "b.safetensors"}),
-        "names b.safetensors, which is not in",
+        "b.safetensors: no such file, expected a complete checkpoint",
     ),
     "wrong shard": (
         lambda d: index(d, {"nowhere": "a.safetensors"}),
         "tensor nowhere is not in a.safetensors",
     ),
     "empty index": (lambda d: index(d, {}), "got no weight_map"),
-    "two ggufs": (without_weights(a_gguf=b"", b_gguf=b""), "got 2 GGUF files (a.gguf, b.gguf),"),
+    "two ggufs": (without_weights(a_gguf=b"", b_gguf=b""), "got GGUF files (a.gguf, b.gguf);"),
     "bad gguf": (without_weights(a_gguf=b"GG"), "cannot be read as GGUF"),
 }
 

@@ -119,7 +119,7 @@ REFUSED = {
     "damaged": (damaged, "pytorch_model.bin: cannot be read as tensors alone ("),
     "absent shard": (
         lambda d, t: [save_sharded(d, t), (d / "pytorch_model-2.bin").unlink()],
-        "pytorch_model.bin.index.json: names pytorch_model-2.bin, which is not in",
+        "pytorch_model-2.bin: no such file, expected a complete checkpoint",
     ),
 }
 

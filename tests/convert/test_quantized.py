@@ -174,8 +174,7 @@ def test_without_bitsandbytes_its_weights_are_refused_in_one_line(
     edit_config(source, quantization_config={"load_in_8bit": True})  # older than quant_method
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     printed = refusal(source, tmp_path / "dst")
-    assert "config.json: got weights quantized by bitsandbytes, which is not installed; " in printed
-    assert "pip install 'coca-hf[qlora]'" in printed
+    assert "bitsandbytes, which is not installed: pip install 'coca-hf[qlora]'" in printed
 
 
 REMEDY = "convert the checkpoint that it was quantized from, and quantize the result"
