@@ -4,7 +4,6 @@ import glob
 import itertools
 import json
 import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -192,42 +191,28 @@ def _is_hub_id(source: str) -> bool:
 
 def _read_file(file: Path, name: str, column: str) -> Iterator[tuple[str, str, Any]]:
     """Name, place and content of every row; errors name the row after the last good one."""
-    kind = _suffix(file).split(".")[1]
-    if kind == "txt":
-        yield name, str(file), _read_text(file)
-        return
     readers: dict[str, Callable[[Path, str], Iterable[Any]]]
-    readers = {"jsonl": _json_lines, "json": _json_rows}
+    readers = {"txt": _whole_text, "jsonl": _json_lines, "json": _json_rows}
     readers |= {"parquet": _parquet_rows, "arrow": _arrow_rows}
-    row_number = 0
+    kind, number = _suffix(file).split(".")[1], 0
     try:
         for text in readers[kind](file, column):
-            yield f"{name}:{row_number}", f"{file}:{row_number}", text
-            row_number += 1
+            row = "" if kind == "txt" else f":{number}"
+            yield f"{name}{row}", f"{file}{row}", text
+            number += 1
     except (CocaError, ModuleNotFoundError):
         raise
     except Exception as error:  # pyarrow, datasets and the decompressors raise anything
+        row = "" if kind == "txt" else f"row {number}: "
         raise CocaError(
-            f"{file}: row {row_number}: cannot be read as {_suffix(file)} ({first_line(error)}); "
-            f"is the file whole?"
+            f"{file}: {row}cannot be read as {_suffix(file)} ({first_line(error)}); is the file "
+            "whole, and in UTF-8?"
         ) from error
 
 
-def _read_text(file: Path) -> str:
-    try:
-        with _open(file) as stream:
-            content = stream.read()
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise CocaError(
-            f"{file}: got bytes that are not UTF-8 at offset {error.start}; convert the file"
-        ) from None
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise CocaError(f"{file}: cannot be read as text ({first_line(error)})") from error
-    if "\0" in text:
-        found = f"got a zero byte at offset {content.index(0)}"
-        raise CocaError(f"{file}: {found}, expected text, not a binary file")
-    return text
+def _whole_text(file: Path, column: str) -> Iterator[str]:
+    with _open(file) as stream:
+        yield stream.read().decode("utf-8")
 
 
 def _open(file: Path):
@@ -247,10 +232,7 @@ def _json_lines(file: Path, column: str) -> Iterator[Any]:
     with _open(file) as stream:
         lines = (line for line in stream if line.strip())
         for row_number, line in enumerate(lines):
-            try:
-                row = json.loads(line.decode("utf-8"))
-            except (ValueError, RecursionError) as error:
-                raise CocaError(f"{file}: row {row_number}: not JSON in UTF-8 ({error})") from None
+            row = json.loads(line.decode("utf-8"))
             if not isinstance(row, dict):
                 raise CocaError(
                     f"{file}: row {row_number}: got a JSON {type(row).__name__}, expected an object"

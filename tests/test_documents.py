@@ -135,16 +135,13 @@ def damaged(content: bytes) -> bytes:
 
 RANDOM = [os.urandom(90).hex() for _ in range(90)]
 BAD_FILES = {  # their content, and what is said after their name
-    "binary.txt": (b"MZ\0\1", "got a zero byte at offset 2, expected text"),
-    "latin.txt": ("naïve".encode("latin-1"), "got bytes that are not UTF-8 at offset 2"),
-    "latin.jsonl": (
-        lines(ROWS) + b'{"text": "na\xefve"}\n',
-        r"row 3: not JSON in UTF-8 \('utf-8' codec",
-    ),
-    "half.jsonl": (lines(ROWS)[:-9], "row 2: not JSON"),
+    "binary.txt": (b"MZ\0\1", "got 1 zero bytes, expected text, not binary data"),
+    "latin.txt": ("naïve".encode("latin-1"), r"cannot be read as \.txt .*position 2.*in UTF-8"),
+    "latin.jsonl": (lines(ROWS) + b'{"text": "na\xefve"}\n', "row 3: .*position 12"),
+    "half.jsonl": (lines(ROWS)[:-9], r"row 2: cannot be read as \.jsonl \(JSONDecodeError"),
     "list.jsonl": (lines(ROWS) + b"[1]\n", "row 3: got a JSON list, expected an object"),
-    "deep.jsonl": (b"[" * 100_000, "row 0: not JSON"),
-    "half.txt.gz": (damaged(gzip.compress(os.urandom(900))), r"cannot be read as text \(EOFError"),
+    "deep.jsonl": (b"[" * 100_000, "row 0: cannot be read as .*RecursionError"),
+    "half.txt.gz": (damaged(gzip.compress(os.urandom(900))), "cannot be read as .*EOFError"),
     "half.jsonl.gz": (
         damaged(gzip.compress(lines(RANDOM))),
         r"row \d\d: cannot be read as \.jsonl\.gz \(EOFError.*is the file whole",
