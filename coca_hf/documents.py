@@ -192,8 +192,8 @@ def _is_hub_id(source: str) -> bool:
 def _read_file(file: Path, name: str, column: str) -> Iterator[tuple[str, str, Any]]:
     """Name, place and content of every row; errors name the row after the last good one."""
     readers: dict[str, Callable[[Path, str], Iterable[Any]]]
-    readers = {"txt": _whole_text, "jsonl": _json_lines, "json": _json_rows}
-    readers |= {"parquet": _parquet_rows, "arrow": _arrow_rows}
+    readers = {"txt": _whole_text, "jsonl": _json_lines, "parquet": _parquet_rows}
+    readers |= {"json": _data_set_rows, "arrow": _data_set_rows}
     kind, number = _suffix(file).split(".")[1], 0
     try:
         for text in readers[kind](file, column):
@@ -240,10 +240,11 @@ def _json_lines(file: Path, column: str) -> Iterator[Any]:
             yield _text_of(row, column, str(file), row_number)
 
 
-def _json_rows(file: Path, column: str) -> Iterator[Any]:
+def _data_set_rows(file: Path, column: str) -> Iterator[Any]:
     from datasets import load_dataset
 
-    rows = load_dataset("json", data_files=str(file), split="train", streaming=True)
+    kind, path = file.suffix.removeprefix("."), glob.escape(str(file))
+    rows = load_dataset(kind, data_files=path, split="train", streaming=True)
     for row_number, row in enumerate(rows):
         yield _text_of(row, column, str(file), row_number)
 
@@ -256,21 +257,6 @@ def _parquet_rows(file: Path, column: str) -> Iterator[Any]:
         for batch in table.iter_batches(batch_size=256, columns=[column]):
             # One by one, so that an error names its row
             yield from (value.as_py() for value in batch.column(0))
-
-
-def _arrow_rows(file: Path, column: str) -> Iterator[Any]:
-    import pyarrow
-
-    with pyarrow.memory_map(str(file)) as source:
-        try:
-            reader = pyarrow.ipc.open_stream(source)  # what `datasets` writes
-            batches = iter(reader)
-        except pyarrow.ArrowInvalid:
-            reader = pyarrow.ipc.open_file(source)
-            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
-        _check_columns(reader.schema.names, column, str(file))
-        for batch in batches:
-            yield from (value.as_py() for value in batch.column(column))
 
 
 def _read_hub(

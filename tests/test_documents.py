@@ -38,7 +38,7 @@ def write(path, rows: list) -> None:
             writer.write_table(table(rows))
 
 
-FILES = ["a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "stream.arrow", "file.arrow"]
+FILES = ["a.jsonl", "a.jsonl.gz", "a[1].json", "a.parquet", "stream[1].arrow", "file.arrow"]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -124,7 +124,7 @@ def test_rows_without_text_can_be_skipped(tmp_path):
 @pytest.mark.parametrize("name", FILES)
 def test_a_missing_column_is_named_with_the_existing_ones(tmp_path, name):
     write(tmp_path / name, ROWS)
-    message = rf"{name}: got columns .*text.*, expected a column 'content'"
+    message = rf"{re.escape(name)}: got columns .*text.*, expected a column 'content'"
     with pytest.raises(CocaError, match=message):
         list(read_documents(str(tmp_path / name), column="content"))
 
