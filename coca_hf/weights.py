@@ -83,13 +83,13 @@ class WeightsFile:
             filled += count
 
     def read(self, name: str) -> Tensor:
-        """The bytes of a tensor, as uint8."""
+        """A tensor of a dtype in `TYPES`."""
         stored = self.tensors[name]
         # NumPy requests huge pages, which halves the time
         data = torch.from_numpy(np.empty(stored.num_bytes, np.uint8))
         self.read_into(data.numpy().data, stored.start)
         self._advise(stored, "DONTNEED")
-        return data
+        return data.view(TYPES[stored.dtype]).view(stored.shape)
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         """The bytes of a tensor in order, as uint8.
@@ -140,10 +140,10 @@ class LoadedFile:
         }
 
     def read(self, name: str) -> Tensor:
-        return self._tensors[name].detach().contiguous().flatten().view(torch.uint8)
+        return self._tensors[name].detach().contiguous()
 
     def blocks(self, name: str) -> Iterator[Tensor]:
-        yield from self.read(name).split(BLOCK_BYTES)
+        yield from self.read(name).flatten().view(torch.uint8).split(BLOCK_BYTES)
 
     def state(self) -> tuple[int, ...]:
         found = self.file.stat()

@@ -74,13 +74,7 @@ class Adapter:
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
         """`weight`, of the given `name`, with the adapter added: rounded once, as peft does."""
-        lora_a, lora_b = (
-            self.weights.read(stored)
-            .view(FLOATS[self.weights.tensors[stored].dtype])
-            .view(self.weights.tensors[stored].shape)
-            .float()
-            for stored in self._pair(name)
-        )
+        lora_a, lora_b = (self.weights.read(stored).float() for stored in self._pair(name))
         return (weight + (lora_b @ lora_a) * self.scale).to(weight.dtype)
 
     def close(self) -> None:

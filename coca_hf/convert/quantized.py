@@ -16,7 +16,7 @@ from torch import Tensor
 
 from coca_hf.convert.initialise import Shape
 from coca_hf.errors import CocaError, library_errors
-from coca_hf.weights import FLOATS, TYPES, AnyFile, parse_json
+from coca_hf.weights import FLOATS, AnyFile, parse_json
 
 FP8, SCALE = "F8_E4M3", "_scale_inv"  # a type of safetensors; its scales follow the weight's name
 FOUR_BITS = ".quant_state.bitsandbytes__"  # follows the weight's name, before nf4 or fp4
@@ -94,7 +94,7 @@ def _fp8(name: str, block: tuple[int, ...], files: Files) -> QuantizedWeight:
         )
 
     def read() -> Tensor:
-        return dequantize_fp8(_stored(name, files), _stored(scales, files), block)
+        return dequantize_fp8(files[name].read(name), files[scales].read(scales), block)
 
     return QuantizedWeight(shape, frozenset([scales]), read)
 
@@ -107,16 +107,16 @@ def _eight_bits(scales: str, files: Files) -> tuple[str, QuantizedWeight]:
     if order in files:
         expected[order] = ("U8", ())
     _check(expected, files, files[scales].file)
-    if order in files and _stored(order, files).item() != 0:
+    if order in files and (found := files[order].read(order).item()) != 0:
         raise CocaError(
-            f"{files[order].file}: tensor {order}: got {_stored(order, files).item()}, expected 0, "
-            f"the order of rows and columns; {REQUANTIZE}"
+            f"{files[order].file}: tensor {order}: got {found}, expected 0, the order of rows and "
+            f"columns; {REQUANTIZE}"
         )
 
     def read() -> Tensor:
         from bitsandbytes.functional import int8_vectorwise_dequant
 
-        return int8_vectorwise_dequant(_stored(name, files), _stored(scales, files))
+        return int8_vectorwise_dequant(files[name].read(name), files[scales].read(scales))
 
     return name, QuantizedWeight(shape, frozenset(expected) - {name}, read)
 
@@ -155,9 +155,11 @@ def _four_bits(state: str, files: Files) -> tuple[str, QuantizedWeight]:
     def read() -> Tensor:
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
-        of_state = {one.removeprefix(f"{name}."): _stored(one, files) for one in (*expected, state)}
+        of_state = {
+            one.removeprefix(f"{name}."): files[one].read(one) for one in (*expected, state)
+        }
         with library_errors(f"{file}: tensor {name}: bitsandbytes does not dequantize it"):
-            packed = files[name].read(name).view(-1, 1)
+            packed = files[name].read(name).flatten().view(torch.uint8).view(-1, 1)
             return dequantize_4bit(packed, QuantState.from_dict(of_state, torch.device("cpu")))
 
     return name, QuantizedWeight(shape, frozenset([*expected, state]), read)
@@ -169,9 +171,3 @@ def _check(expected: Mapping[str, tuple[str, Shape]], files: Files, file: Path) 
         found = files[name].tensors[name][:2] if name in files else None
         if found != kind:
             raise CocaError(f"{file}: tensor {name}: got {found}, expected {kind}; {REQUANTIZE}")
-
-
-def _stored(name: str, files: Files) -> Tensor:
-    """A tensor with the dtype and shape in which it is stored."""
-    dtype, shape = files[name].tensors[name][:2]
-    return files[name].read(name).view(TYPES[dtype]).view(shape)

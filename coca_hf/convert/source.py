@@ -145,8 +145,7 @@ class Source:
         if name in self._quantized:
             tensor = self._quantized[name].read().to(self.dtype(name))
         else:
-            weights = self._file_of[name]
-            tensor = weights.read(name).view(self.dtype(name)).view(weights.tensors[name].shape)
+            tensor = self._file_of[name].read(name)
         lora = self._lora_of(name)
         return lora.merged(name, tensor) if lora else tensor
 
