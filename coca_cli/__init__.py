@@ -6,7 +6,9 @@ imported inside the commands.
 """
 
 from functools import partial
+from typing import Any
 
+import typer
 from rich.console import Console
 
 # Prints paths and names as they are, whatever rich would read into them.
@@ -14,10 +16,9 @@ PlainConsole = partial(Console, markup=False, emoji=False, highlight=False)
 console = PlainConsole(stderr=True, soft_wrap=True)
 
 
-class BadOption(ValueError):
-    """What is wrong with options, in one line; CocaError is not to be had before all of coca_hf is
-    imported.
-    """
+# Typer's error for options, arguments and commands that are wrong or do not exist; one line. CocaError
+# is not to be had before all of coca_hf is imported.
+BadOption: Any = typer.BadParameter.__base__
 
 
 def say(text: str) -> None:

@@ -8,12 +8,7 @@ import warnings
 from importlib import import_module, metadata
 from typing import Any
 
-import typer
-
 from coca_cli import BadOption, console
-
-# Raised for wrong values and for options, arguments or commands that do not exist
-WrongOption: Any = typer.BadParameter.__base__
 
 
 def convert() -> None:
@@ -41,17 +36,16 @@ def run(module: str, extra: str) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     try:
         sys.exit(import_module(module).app(standalone_mode=False) or 0)
-    except WrongOption as error:
+    except BadOption as error:
         # Without any argument, typer has already printed the help
         if message := _of_option(error):
             console.print(f"error: {message}", style="red")
         sys.exit(2)
     except ValueError as error:
-        if not isinstance(error, BadOption):
-            from coca_hf.errors import CocaError
+        from coca_hf.errors import CocaError
 
-            if not isinstance(error, CocaError):
-                raise
+        if not isinstance(error, CocaError):
+            raise
         console.print(f"error: {error}", style="red")
         sys.exit(2)
     except ModuleNotFoundError as error:

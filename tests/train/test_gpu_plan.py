@@ -349,7 +349,7 @@ def test_what_cannot_be_planned_is_refused(path, arguments, message):
     ],
 )
 def test_an_option_that_would_be_ignored_is_refused(arguments, message):
-    result = CliRunner().invoke(train_app, ["absent.yaml", *arguments])
+    result = CliRunner().invoke(train_app, ["absent.yaml", *arguments], standalone_mode=False)
     assert isinstance(result.exception, BadOption)
     assert str(result.exception).startswith(message)
 
