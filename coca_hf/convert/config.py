@@ -397,18 +397,14 @@ def _understood_fields(
 
 
 def _family(model_type: object, where: str) -> Family:
-    if model_type in [family.becomes for family in FAMILIES.values()]:
-        raise CocaError(
-            f"{where}: got a CoCA checkpoint already (model_type {model_type!r}); train or "
-            "evaluate it"
-        )
-    if isinstance(model_type, str) and model_type in REFUSED_FAMILIES:
-        raise CocaError(f"{where}: {model_type!r} is refused: {REFUSED_FAMILIES[model_type]}")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    name = str(model_type)
+    if name in REFUSED_FAMILIES:
+        raise CocaError(f"{where}: {name!r} is refused: {REFUSED_FAMILIES[name]}")
+    if name not in FAMILIES:
         raise CocaError(
             f"{where}: got model_type {model_type!r}, supported: {', '.join(map(repr, FAMILIES))}"
         )
-    return FAMILIES[model_type]
+    return FAMILIES[name]
 
 
 def _check_positions(config: CocaConfig, family: Family, where: str) -> None:
