@@ -122,7 +122,7 @@ SENSELESS = {
     f"--warmup={10**14}": f"--warmup: got {10**14}, expected less than or equal to 1000000",
     f"--batch-size={10**19}": f"--batch-size: got {10**19}, expected less than or equal to 1000000000",
     "--baseline-name=plain": "--baseline-name: got 'plain' without --baseline, expected both",
-    "--baseline=": "got an empty name of a model, expected a model directory or a hub id as owner/name",
+    "--baseline=": "'': no such directory, expected a model directory or a hub id as owner/name",
 }
 
 
