@@ -397,9 +397,7 @@ def _ruler_manager(length: int | None = None, tokenizer: str | None = None) -> A
 
     directory = Path(tasks.__file__).with_name(RULER)
     metadata = {"max_seq_lengths": [length], "tokenizer": tokenizer}
-    return tasks.TaskManager(
-        include_path=str(directory), include_defaults=False, metadata=metadata
-    )
+    return tasks.TaskManager(include_path=str(directory), include_defaults=False, metadata=metadata)
 
 
 def _settings(row: dict) -> str:

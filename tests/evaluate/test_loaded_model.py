@@ -319,7 +319,9 @@ def test_untrusted_code_is_refused_with_the_remedy(half, model_type):
 
 def test_an_error_in_the_code_of_a_model_is_one_line(half):
     (half / "half.py").write_text(f"{OWN_CODE}\ndef rotate(:\n")
-    refused(half, r"or its own code cannot be read \(SyntaxError: .* line 17", trust_remote_code=True)
+    refused(
+        half, r"or its own code cannot be read \(SyntaxError: .* line 17", trust_remote_code=True
+    )
 
 
 TRAINED, LENGTH = 64, 150

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import coca_hf
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.loaded_model import LoadedModel, check_choice
+from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.perplexity import (
     VARIANTS,
     Window,
@@ -188,22 +188,6 @@ def test_the_recorded_checks_differ_from_both_other_computations_by_a_thousandth
     assert lengths == expected
 
 
-@pytest.mark.parametrize("change", ["model", "data", "dtype", "length", "rope"])
-def test_a_changed_setting_is_measured_again(llama, books, tmp_path, change):
-    rows_of(llama, books, tmp_path / "out", lengths=(40,))
-    options = {}
-    if change == "model":
-        llama.fingerprint = "another"
-    elif change == "data":
-        (books / "conrad.txt").write_text("t" * 250)
-    elif change == "dtype":
-        llama.model.bfloat16()
-    elif change == "rope":
-        options["ropes"] = "linear:2"
-    rows_of(llama, books, tmp_path / "out", lengths=(41 if change == "length" else 40,), **options)
-    assert len((tmp_path / "out" / "rows.jsonl").read_text().splitlines()) == 2
-
-
 def test_a_length_beyond_learned_positions_is_an_error_of_its_row_only(llama, tmp_path):
     torch.manual_seed(1)
     config = GPT2Config(vocab_size=259, n_embd=12, n_head=2, n_layer=1, n_positions=32)
@@ -330,9 +314,3 @@ def test_a_stream_too_short_for_longlora_is_refused(llama, books, tmp_path):
         match="longlora: got 210 tokens in all documents together, expected more than 220",
     ):
         value(llama, books, tmp_path / "out", "longlora", 200, 20)
-
-
-def test_an_unknown_variant_is_refused_with_the_known_ones():
-    known = "expected one of sliding, yarn, yarn-truncate, longlora"
-    with pytest.raises(CocaError, match=f"--variant: got 'proof', {known}"):
-        check_choice("--variant", "proof", VARIANTS)

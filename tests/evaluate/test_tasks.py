@@ -259,9 +259,7 @@ def test_a_directory_of_tasks_without_their_names_is_refused(tiny_coca_dir, tmp_
 def test_a_directory_of_tasks_that_lm_eval_cannot_read_is_one_line(tmp_path):
     for name in ("a", "7"):
         (tmp_path / f"{name}.yaml").write_text(f"task: {name}\ndataset_path: json\n")
-    with pytest.raises(
-        CocaError, match=r"--include-path .*: lm-eval cannot read its tasks: "
-    ):
+    with pytest.raises(CocaError, match=r"--include-path .*: lm-eval cannot read its tasks: "):
         parse_tasks("a", str(tmp_path))
 
 

@@ -134,7 +134,11 @@ DAMAGED = [  # file, content, and what is said of it
     ("log.jsonl", b'{"tokens_seen": 5, "loss": null}', "no line"),
     ("training.json", b"\xff\xfe", "Invalid JSON"),
     ("training.json", b"[]", "no record"),
-    ("training.json", b'{"tokens_seen": 5, "held_out": {"before": 1.0}}', r"held_out\.after: Field"),
+    (
+        "training.json",
+        b'{"tokens_seen": 5, "held_out": {"before": 1.0}}',
+        r"held_out\.after: Field",
+    ),
 ]
 
 

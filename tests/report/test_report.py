@@ -447,23 +447,15 @@ NO_ROWS = {  # contents of rows.jsonl, and what is said of them
     "": "rows.jsonl: got no rows, expected at least one; run coca-eval first",
 }
 NO_ROW = [  # test_rows.py has more that is none
-    *("oops", '{"task": "other"}', json.dumps(row() | {"task": ["perplexity"]})),
-    *(json.dumps(row()).replace("7.25", number) for number in ("NaN", "1e999")),
+    *('{"task": "other"}', json.dumps(row() | {"task": ["perplexity"]})),
     json.dumps(row("half \ud83d")),
 ]
 WRONG = [  # task, fields, and what is said of the first
-    ("perplexity", {"length": "x"}, "length 'x', no value of coca-eval's; delete it"),
-    ("perplexity", {"length": 0}, "length 0, no value"),
-    ("perplexity", {"length": None}, "length None, no value"),
-    ("perplexity", {"length": 10**30}, f"length {10**30}, no"),
-    ("perplexity", {"document_names": 5}, "document_names 5, no value of coca-eval's"),
+    ("perplexity", {"length": 0}, "length 0, no value of coca-eval's; delete it"),
     ("perplexity", {"document_names": [5]}, "document_names [5], no value"),
-    ("perplexity", {"raw": {"windows": None}}, "raw {'windows': None}, no value"),
     ("perplexity", {"raw": {"windows": "x" * 400}}, "raw {'windows': 'xxx"),
     ("perplexity", {"value": -3.0}, "value -3.0, no value"),
     ("passkey", {"value": 2.0}, "value 2.0, no value"),
-    ("passkey", {"depths": 0, "value": 0.5}, "depths 0, no value"),
-    ("perplexity", {"tokens": "many"}, "tokens 'many', no value"),
 ]
 REFUSED = [
     *NO_ROWS.items(),
@@ -491,9 +483,7 @@ def test_runs_without_rows_are_refused_and_no_page_is_begun(tmp_path, content, m
     "line",
     [
         {"document": 0, "tokens": 3},
-        {"document": 0, "tokens": 3, "nll": "much"},
         {"document": 0, "tokens": 3, "nll": None},
-        {"document": [0], "tokens": 3, "nll": 2.0},
         None,
     ],
 )
