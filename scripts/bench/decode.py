@@ -93,9 +93,7 @@ def main() -> None:
 
 
 def attention(length: int, batch: int, options) -> list[dict]:
-    shape = measure.SHAPES[options.shape]
-    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
-    head_dim = shape["hidden_size"] // heads
+    heads, kv_heads, head_dim = measure.heads_of(options.shape)
     llama_bytes = 2 * batch * kv_heads * length * head_dim * options.dtype.itemsize
     coca_bytes = llama_bytes * 3 // 4 + 2 * batch * length * head_dim // 2 * options.dtype.itemsize
     sets = sets_for(coca_bytes)
@@ -109,11 +107,7 @@ def attention(length: int, batch: int, options) -> list[dict]:
 
     def llama(kernel):
         def run(i: int):
-            with (
-                sdpa_kernel(KERNELS[kernel])
-                if kernel in KERNELS
-                else sdpa_kernel(list(KERNELS.values()))
-            ):
+            with sdpa_kernel(KERNELS[kernel]):
                 return scaled_dot_product_attention(q[i], k[i], v[i], scale=scaling, **grouped)
 
         return run
@@ -316,9 +310,7 @@ def compile_one(configuration: tuple, options: tuple) -> None:
 
 
 def one_token(shape: str, dtype, constraint: str, length: int, batch: int, sets: int):
-    fields = measure.SHAPES[shape]
-    heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
-    head_dim = fields["hidden_size"] // heads
+    heads, kv_heads, head_dim = measure.heads_of(shape)
     q, _, t, v, cos, sin = inputs(batch, heads, kv_heads, length, head_dim, sets, dtype)
 
     def run(i: int):
@@ -333,11 +325,7 @@ def time_kernel(length: int, batch: int, options) -> dict:
     run = one_token(options.shape, options.dtype, options.constraint, length, batch, 4)
     with torch.no_grad():
         (result,) = compare({"kernel": run}, options.repeats, 2, 4, graph=True).values()
-    fields = measure.SHAPES[options.shape]
-    kv_heads, head_dim = (
-        fields["num_key_value_heads"],
-        fields["hidden_size"] // fields["num_attention_heads"],
-    )
+    _, kv_heads, head_dim = measure.heads_of(options.shape)
     num_bytes = batch * length * head_dim * options.dtype.itemsize * (3 * kv_heads // 2 + 1)
     return {**result, "gb_per_second": num_bytes / result["seconds"] / 1e9}
 

@@ -52,6 +52,13 @@ SHAPES = {
 }
 
 
+def heads_of(shape: str) -> tuple[int, int, int]:
+    """Query heads, key/value heads and the dimension of a head."""
+    fields = SHAPES[shape]
+    heads = fields["num_attention_heads"]
+    return heads, fields["num_key_value_heads"], fields["hidden_size"] // heads
+
+
 def arguments(
     description: str, shape: str, lengths: list[int], **defaults: Any
 ) -> argparse.ArgumentParser:
