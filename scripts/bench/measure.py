@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_hf import CocaLlamaConfig, CocaLlamaForCausalLM
 from coca_hf.evaluate.rows import is_out_of_memory
-from coca_hf.evaluate.speed import resident_bytes
+from coca_hf.evaluate.speed import resident_bytes, timed_on_gpu
 from coca_hf.models import attention
 from coca_hf.provenance import now, versions
 
@@ -136,17 +136,8 @@ def compare(
     peak_bytes (what a run added to the GPU's memory, or a warm-up run to that of the process),
     error (memory that ran out, or null).
     """
-    results: dict[str, dict] = {
-        name: {
-            "seconds": None,
-            "cpu_seconds": None,
-            "runs": [],
-            "cpu_runs": [],
-            "peak_bytes": None,
-            "error": None,
-        }
-        for name in rivals
-    }
+    nothing = dict.fromkeys(("seconds", "cpu_seconds", "peak_bytes", "error"))
+    results = {name: {**nothing, "runs": [], "cpu_runs": []} for name in rivals}
     graphs: dict[str, Any] = {}
     for number in range(warmup + repeats):
         for name, rival in rivals.items():
@@ -185,25 +176,13 @@ def _time(
     rival: Callable[[int], Any], number: int, graph: Any, warm_up: bool
 ) -> tuple[float, float, int | None]:
     if DEVICE == "cuda":
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay() if graph else rival(number)
-        end.record()
-        torch.cuda.synchronize()
-        return (
-            begin.elapsed_time(end) / 1000,
-            0.0,
-            None if graph else torch.cuda.max_memory_allocated() - before,
-        )
+        seconds, peak = timed_on_gpu(graph.replay if graph else partial(rival, number))
+        return seconds, 0.0, None if graph else peak
     gc.collect()
     before = None
     if warm_up and sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(
-            0
-        )  # memory that the process keeps free would hide what a run takes
+        # Memory that the process keeps free would hide what a run takes
+        ctypes.CDLL(None).malloc_trim(0)
         before = resident_bytes(reset=True)
     began, cpu_began = time.perf_counter(), time.process_time()
     rival(number)
