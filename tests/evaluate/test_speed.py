@@ -60,16 +60,11 @@ def test_decoding_holds_its_cache_and_a_coca_cache_is_three_quarters_of_a_plain_
     assert ours.held_bytes() == 641 * 3 * (width + width // 2) * 4 + angles
 
 
-FULL = {
-    "CUDA out of memory. Tried to allocate 2.00 GiB": torch.OutOfMemoryError,
-    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`": RuntimeError,
-}
+def test_memory_that_runs_out_is_a_row_and_the_other_model_goes_on(coca, llama, tmp_path):
+    message = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
 
-
-@pytest.mark.parametrize("message", FULL)
-def test_memory_that_runs_out_is_a_row_and_the_other_model_goes_on(coca, llama, tmp_path, message):
     def full(*args, **kwargs):
-        raise FULL[message](message)
+        raise RuntimeError(message)
 
     coca.model.forward = full
     plain, ours = speed_rows(run_of(coca, tmp_path, 16), llama, ["prefill"], repeats=2, warmup=0)
