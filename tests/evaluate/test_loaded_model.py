@@ -6,7 +6,6 @@ import shutil
 import pytest
 import torch
 from huggingface_hub import constants
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -32,6 +31,7 @@ from coca_hf.evaluate.loaded_model import (
     warn_small_tokenizer,
 )
 from coca_hf.evaluate.rows import about_model
+from tests.convert.checkpoints import edit_config, edit_json, edit_weights
 
 
 def refused(path, message, **options):
@@ -39,17 +39,6 @@ def refused(path, message, **options):
     with pytest.raises(CocaError, match=message) as error:
         load_model(str(path), **options)
     assert "\n" not in str(error.value)
-
-
-def edit_weights(checkpoint, change):
-    weights = load_file(checkpoint / "model.safetensors")
-    change(weights)
-    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
-
-
-def edit_config(checkpoint, name="config.json", **fields):
-    config = json.loads((checkpoint / name).read_text())
-    (checkpoint / name).write_text(json.dumps(config | fields))
 
 
 @pytest.fixture
@@ -142,9 +131,9 @@ def test_tokens_seen_are_read_from_the_training_record(checkpoint):
     assert load_model(str(checkpoint)).trained_seq_len is None
     for skip_positions, reached in ((None, 160), (2048, 2048)):
         data = {"seq_len": 160, "skip_positions": skip_positions}
-        edit_config(checkpoint, "training.json", recipe={"data": data})
+        edit_json(checkpoint / "training.json", recipe={"data": data})
         assert load_model(str(checkpoint)).trained_seq_len == reached
-    edit_config(checkpoint, "training.json", stages=[{"tokens": 100_000}, {"tokens": 123_904}])
+    edit_json(checkpoint / "training.json", stages=[{"tokens": 100_000}, {"tokens": 123_904}])
     assert load_model(str(checkpoint)).tokens_seen == 223_904  # those of an earlier run count
     for damaged in (
         '{"tokens": 3}',
@@ -220,9 +209,8 @@ DAMAGE = [
     ),
     (without_tokenizer, r"got no tokenizer that can be loaded, .* copy tokenizer\.json"),
     (
-        lambda checkpoint: edit_config(
-            checkpoint,
-            "tokenizer_config.json",
+        lambda checkpoint: edit_json(
+            checkpoint / "tokenizer_config.json",
             tokenizer_class="Own",
             auto_map={"AutoTokenizer": ["own.Own", None]},
         ),

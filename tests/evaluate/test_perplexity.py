@@ -18,7 +18,6 @@ from coca_hf.evaluate.perplexity import (
     Window,
     perplexity_rows,
     token_losses,
-    windows_of,
 )
 from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import Sample, draw_sample
@@ -126,7 +125,7 @@ def test_losses_over_a_large_vocabulary_are_exact():
 @pytest.mark.parametrize(("length", "stride"), [(1, 1), (5, 1), (5, 2), (6, 6), (9, 7)])
 def test_every_token_but_the_first_is_scored_exactly_once(length, stride):
     for doc_len in range(length, 40):
-        windows = windows_of(doc_len, length, stride)
+        windows = VARIANTS["sliding"].windows([doc_len], length, stride, [])
         scored = []
         for number, window in enumerate(windows):
             end = window.start + window.input_len + 1  # one past the last target
@@ -135,16 +134,6 @@ def test_every_token_but_the_first_is_scored_exactly_once(length, stride):
             assert end <= doc_len
             scored += range(end - window.scored_len, end)
         assert scored == list(range(1, doc_len))
-
-
-def test_a_stride_longer_than_the_window_is_refused():
-    with pytest.raises(CocaError, match="stride: got 9, expected 1 to 8"):
-        windows_of(30, 8, 9)
-
-
-def test_a_document_shorter_than_a_window_is_refused():
-    with pytest.raises(CocaError, match="document 4: got 7 tokens, expected at least 8"):
-        windows_of(7, 8, 2, document=4)
 
 
 def rows_of(loaded, books, out, lengths=(16, 40), ropes="default"):
