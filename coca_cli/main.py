@@ -77,7 +77,8 @@ def _of_option(error: Any) -> str:
 
 def _extras_with(module: str) -> list[str]:
     """The extras of coca-hf that install a top-level module, except `all` and `dev`."""
-    package = {"PIL": "pillow", "ruamel": "ruamel-yaml"}.get(module, module)
+    names = {"PIL": "pillow", "ruamel": "ruamel-yaml", "lm_eval": "lm-eval"}
+    package = names.get(module, module)
     brings = re.compile(rf"{re.escape(package)}\W.*extra == ['\"](\S+)['\"]", re.IGNORECASE)
     matches = map(brings.match, metadata.requires("coca-hf") or [])
     return sorted({match[1] for match in matches if match} - {"all", "dev"})

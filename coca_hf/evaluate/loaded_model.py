@@ -7,13 +7,11 @@ its base is computed once, for the length under evaluation, so no row depends on
 and decoding with a cache equals the full forward.
 """
 
-import ast
 import copy
 import hashlib
 import itertools
 import json
 import math
-import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +27,6 @@ from transformers import (
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
-    dynamic_module_utils,
 )
 from transformers.utils.hub import cached_file, extract_commit_hash
 from transformers.utils.logging import disable_progress_bar
@@ -43,7 +40,6 @@ OWN_CODE = (
     "got a model that needs the code it carries; read that code, and if you trust it, add "
     "--trust-remote-code"
 )
-NOT_FROM_FILES = (ArithmeticError, AttributeError, KeyError, TypeError)  # reading raises others
 
 
 @dataclass
@@ -147,11 +143,11 @@ def warn_small_tokenizer(loaded: LoadedModel) -> str | None:
 
 def _load_config(path: str, revision: str, trust_remote_code: bool) -> tuple[Any, str | None]:
     """The config, and its commit on the hub."""
-    directory, hub_id = Path(path), "a model directory or a hub id as owner/name"
-    if not path.strip():
-        raise CocaError(f"got an empty name of a model, expected {hub_id}")
-    if not directory.exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
-        raise CocaError(f"{path}: no such directory, expected {hub_id}")
+    directory = Path(path)
+    is_hub_id = not path.startswith((".", "/", "~")) and path.count("/") == 1
+    if not path.strip() or not (directory.exists() or is_hub_id):
+        expected = "a model directory or a hub id as owner/name"
+        raise CocaError(f"{path!r}: no such directory, expected {expected}")
     if directory.exists() and not (directory / "config.json").is_file():
         if (directory / "adapter_config.json").is_file():
             raise CocaError(
@@ -161,8 +157,8 @@ def _load_config(path: str, revision: str, trust_remote_code: bool) -> tuple[Any
         expected = "a model directory as save_pretrained writes it"
         raise CocaError(f"{path}: got no config.json there, expected {expected}")
     absent = "no such directory here, and as a hub id it"
-    found = "its config.json" if directory.exists() else absent
-    with _own_code_checked(path, f"{found} cannot be read"):
+    found = "its config.json or its own code" if directory.exists() else absent
+    with _transformers_errors(path, f"{found} cannot be read"):
         config = AutoConfig.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
@@ -171,41 +167,16 @@ def _load_config(path: str, revision: str, trust_remote_code: bool) -> tuple[Any
 
 
 @contextmanager
-def _own_code_checked(
-    path: str, problem: str, remedy: str = "", of_config: tuple[type[Exception], ...] = ()
-) -> Iterator[None]:
-    """Turn whatever transformers raises into a CocaError.
-
-    It says `problem`, unless the error comes from the model's own code or, being one of the errors
-    `of_config`, from its config.
+def _transformers_errors(path: str, problem: str) -> Iterator[None]:
+    """Turn whatever transformers raises into a CocaError that says `problem`, or that the model
+    needs its own code.
     """
     try:
         yield
     except Exception as error:
         if "trust_remote_code=True" in str(error):
             raise CocaError(f"{path}: {OWN_CODE}") from None
-        if where := _place_in_own_code(Path(path), error):
-            problem = f"the code that it carries cannot be run ({where})"
-            raise CocaError(f"{path}: {problem}; repair that code, or ask who wrote it") from error
-        if isinstance(error, of_config):
-            problem, remedy = "transformers makes no model of its config.json", ""
-        raise CocaError(f"{path}: {problem} ({first_line(error)}){remedy}") from error
-
-
-def _place_in_own_code(directory: Path, error: Exception) -> str | None:
-    """Where the model's own code failed, and how; None if the error is not from there."""
-    frames = traceback.extract_tb(error.__traceback__)
-    cache = dynamic_module_utils.HF_MODULES_CACHE  # that code runs from there
-    if ran := [frame for frame in frames if cache in frame.filename]:
-        return f"{Path(ran[-1].filename).name}, line {ran[-1].lineno}: {first_line(error)}"
-    if all(frame.filename != dynamic_module_utils.__file__ for frame in frames):
-        return None
-    for file in sorted(directory.glob("*.py")):  # transformers' own error does not name the file
-        try:
-            ast.parse(file.read_bytes(), file.name)
-        except (SyntaxError, ValueError) as syntax:
-            return f"{file.name}: {first_line(syntax)}"
-    return first_line(error)
+        raise CocaError(f"{path}: {problem} ({first_line(error)})") from error
 
 
 def _load_weights(
@@ -223,8 +194,7 @@ def _load_weights(
         wanted = f" ({expected.__name__})" if expected else ""
         names = ", ".join(found) or config.model_type
         raise CocaError(f"{path}: got {names}, expected a causal language model{wanted}")
-    again = "; save or convert it again"
-    with _own_code_checked(path, "its weights cannot be loaded", again, NOT_FROM_FILES):
+    with _transformers_errors(path, "transformers cannot load it; save or convert it again"):
         model, info = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
@@ -234,17 +204,18 @@ def _load_weights(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, by name
         )
-    kind = type(model).__name__
-    if missing := sorted(info["missing_keys"]):
-        problem = f"got weights without {missing[0]} ({len(missing)} missing in all)"
-        raise CocaError(f"{path}: {problem}, expected every tensor of {kind}{again}")
-    for name, stored, wanted in sorted(info["mismatched_keys"]):
-        problem = f"got {name} of shape {list(stored)}, expected {list(wanted)}"
-        raise CocaError(f"{path}: {problem} by its config.json; are they of one model?")
-    if unused := sorted(name for name in info["unexpected_keys"] if not is_derived(name, config)):
-        problem = f"got weights with {unused[0]} ({len(unused)} such in all), which {kind}"
-        remedy = "with this config.json does not use; are they of one model?"
-        raise CocaError(f"{path}: {problem} {remedy}")
+    differ = [f"{name} is missing" for name in sorted(info["missing_keys"])]
+    differ += [
+        f"{name} has the shape {list(stored)}, not {list(wanted)}"
+        for name, stored, wanted in sorted(info["mismatched_keys"])
+    ]
+    unexpected = sorted(info["unexpected_keys"])
+    differ += [f"{name} is not used" for name in unexpected if not is_derived(name, config)]
+    if differ:
+        raise CocaError(
+            f"{path}: got weights that are not those of {type(model).__name__} with its "
+            f"config.json ({differ[0]}; {len(differ)} such in all); are they of one model?"
+        )
     return model
 
 
@@ -253,7 +224,7 @@ def _load_tokenizer(path: str, revision: str, trust_remote_code: bool) -> Any:
         "got no tokenizer that can be loaded, expected one beside the model; copy tokenizer.json "
         "and tokenizer_config.json of the original model there"
     )
-    with _own_code_checked(path, expected):
+    with _transformers_errors(path, expected):
         tokenizer = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )

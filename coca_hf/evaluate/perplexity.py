@@ -126,35 +126,18 @@ class Variant(NamedTuple):
     joins: bool = False  # whether documents are one stream
 
 
-def windows_of(doc_len: int, length: int, stride: int, document: int = 0) -> list[Window]:
-    """The sliding windows of a document of `doc_len` tokens.
-
-    Raises CocaError if the stride is longer than the window, which would skip tokens, or the
-    document has fewer than `length` tokens.
-    """
-    if not 1 <= stride <= length:
-        raise CocaError(
-            f"stride: got {stride}, expected 1 to {length}, the window's length; a longer one "
-            f"skips tokens"
-        )
-    if doc_len < length:
-        raise CocaError(f"document {document}: got {doc_len} tokens, expected at least {length}")
-    scored = min(length, doc_len - 1)
-    windows = [Window(document, 0, scored, scored)]
-    while scored < doc_len - 1:
-        start = windows[-1].start + stride
-        input_len = min(length, doc_len - 1 - start)
-        windows.append(Window(document, start, input_len, start + input_len - scored))
-        scored = start + input_len
-    return windows
-
-
 def _sliding(doc_lens: list[int], length: int, stride: int, prefix: list[int]) -> list[Window]:
-    return [
-        window
-        for index, size in enumerate(doc_lens)
-        for window in windows_of(size, length, stride, index)
-    ]
+    """For a stride of at most `length`: a longer one would skip tokens."""
+    windows = []
+    for document, doc_len in enumerate(doc_lens):
+        start, scored = 0, min(length, doc_len - 1)
+        windows.append(Window(document, start, scored, scored))
+        while scored < doc_len - 1:
+            start += stride
+            input_len = min(length, doc_len - 1 - start)
+            windows.append(Window(document, start, input_len, start + input_len - scored))
+            scored = start + input_len
+    return windows
 
 
 def _yarn(doc_lens: list[int], length: int, stride: int, prefix: list[int]) -> list[Window]:

@@ -165,17 +165,12 @@ def _draw(candidates: Iterable[T], number: int | None, seed: int) -> list[T]:
 
 
 def _refuse_short(found: list[tuple[Document, Tensor]], data: str, min_tokens: int) -> None:
-    empty = [document.where for document, ids in found if not len(ids)]
     short = [f"{document.where} ({len(ids)})" for document, ids in found if len(ids) < min_tokens]
-    if empty:
-        problem, first = "are empty", f"{first_of(empty, 3)}; remove them or"
-    elif short:
-        problem = f"have fewer than {min_tokens} tokens, the longest of --lengths"
-        first = f"{first_of(short, 3)}; ask for shorter --lengths or"
-    else:
-        return
-    count = f"{len(empty or short)} of {len(found)} documents"
-    raise CocaError(f"{data}: {count} {problem}, first: {first} add --skip-short")
+    if short:
+        count = f"{len(short)} of {len(found)} documents"
+        few = f"have fewer than {min_tokens} tokens, the longest of --lengths"
+        remedy = "ask for shorter --lengths or add --skip-short"
+        raise CocaError(f"{data}: {count} {few}, first: {first_of(short, 3)}; {remedy}")
 
 
 def first_of(names: list[str], most: int) -> str:

@@ -254,15 +254,8 @@ def _timed(step: Step, model: Any) -> tuple[float, int | None]:
     """Seconds of a step, and the bytes at its peak; None if these are unknown."""
     held = _bytes(model.parameters()) + step.held_bytes()
     if model.device.type == "cuda":
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        step.run()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1000, held + torch.cuda.max_memory_allocated() - before
+        seconds, added = timed_on_gpu(step.run)
+        return seconds, held + added
     gc.collect()
     resident = resident_bytes(reset=True)
     began = time.perf_counter()
@@ -270,6 +263,19 @@ def _timed(step: Step, model: Any) -> tuple[float, int | None]:
     taken = time.perf_counter() - began
     peak = resident_bytes(reset=False)
     return taken, None if resident is None or peak is None else held + max(peak - resident, 0)
+
+
+def timed_on_gpu(run: Callable[[], Any]) -> tuple[float, int]:
+    """Seconds of a call, and the bytes that it allocates at its peak."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1000, torch.cuda.max_memory_allocated() - before
 
 
 def resident_bytes(reset: bool) -> int | None:

@@ -5,14 +5,12 @@ paper's table 5 (`DIMENSIONS`); its numbers are not OpenCompass's own. `ruler` l
 RULER at those lengths: all of its tasks, or those named.
 """
 
-import difflib
 import hashlib
 import itertools
 import json
 import math
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +23,7 @@ import numpy as np
 import torch
 from typing_extensions import NotRequired
 
-from coca_hf.errors import CocaError, first_line
+from coca_hf.errors import CocaError, library_errors, nearest, one_line
 from coca_hf.evaluate.loaded_model import (
     LoadedModel,
     Rope,
@@ -84,8 +82,8 @@ def parse_tasks(text: str, include_path: str | None = None) -> list[str]:
 
     include_path: a directory of your own tasks.
 
-    Raises CocaError if lm-eval is not installed, does not know a task, has no number for a group of
-    tasks, or there is no such directory.
+    Raises CocaError if lm-eval does not know a task or has no number for a group of tasks, or if
+    there is no such directory.
     """
     if include_path is not None and not Path(include_path).is_dir():
         problem = f"got {include_path!r}, expected a directory of lm-eval tasks"
@@ -97,10 +95,9 @@ def parse_tasks(text: str, include_path: str | None = None) -> list[str]:
     tasks: list[str] = []
     for name in names:
         if name not in manager.all_tasks:
-            near = difflib.get_close_matches(name, [*manager.all_tasks, GROUP], n=3)
-            hint = f"; nearest: {', '.join(near)}" if near else ""
-            expected = f"{GROUP} or a task that lm-eval knows"
-            raise CocaError(f"--tasks: got {name!r}, expected {expected}{hint}")
+            expected = f"expected {GROUP} or a task that lm-eval knows"
+            near = nearest(name, [*manager.all_tasks, GROUP])
+            raise CocaError(f"--tasks: got {name!r}, {expected}; nearest: {near}")
         entry = manager.task_index[name]
         if name in manager.all_groups and not entry.cfg.get("aggregate_metric_list"):
             raise CocaError(
@@ -191,7 +188,7 @@ def _measure(
     except CocaError:
         raise
     except Exception as failure:  # data sets, packages and lm-eval itself raise anything
-        reason = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
+        reason = f"{type(failure).__name__}: {one_line(failure)}"
         if length and name not in WITHOUT_NETWORK:
             reason += f"; without a network, run {', '.join(WITHOUT_NETWORK)}"
         if loaded.tokenizer.eos_token_id is None:
@@ -384,13 +381,10 @@ def _are_numbers(values: Sequence) -> bool:
 @cache
 def _task_manager(include_path: str | None) -> Any:
     """The manager of all tasks, whose files take a while to read."""
-    manager = _managers()
-    try:
-        return manager(include_path=include_path)
-    except Exception as error:  # files may be YAML and not tasks
-        raise CocaError(
-            f"--include-path {include_path}: lm-eval cannot read its tasks ({first_line(error)})"
-        ) from error
+    from lm_eval.tasks import TaskManager
+
+    with library_errors(f"--include-path {include_path}: lm-eval cannot read its tasks"):
+        return TaskManager(include_path=include_path)
 
 
 @cache
@@ -399,18 +393,11 @@ def _ruler_manager(length: int | None = None, tokenizer: str | None = None) -> A
 
     tokenizer: its path.
     """
-    managers = _managers()
-    directory = Path(sys.modules[managers.__module__].__file__).with_name(RULER)  # type: ignore[arg-type]
+    from lm_eval import tasks
+
+    directory = Path(tasks.__file__).with_name(RULER)
     metadata = {"max_seq_lengths": [length], "tokenizer": tokenizer}
-    return managers(include_path=str(directory), include_defaults=False, metadata=metadata)
-
-
-def _managers() -> Any:
-    try:
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise CocaError("coca-eval tasks needs lm-eval: pip install 'coca-hf[lm-eval]'") from error
-    return TaskManager
+    return tasks.TaskManager(include_path=str(directory), include_defaults=False, metadata=metadata)
 
 
 def _settings(row: dict) -> str:

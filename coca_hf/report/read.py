@@ -83,14 +83,12 @@ _checker = cache(TypeAdapter)
 
 def _check_row(row: dict, row_type: Any, where: str) -> None:
     """Raise CocaError if a field of `row_type` is missing or its value has another type."""
-    if missing := row_type.__required_keys__ - row.keys():
-        raise CocaError(f"{where}: got a row without {', '.join(sorted(missing))}; delete it")
-    absent = [name for name in fields(row_type, BESIDE) if row.get(name) is None]
-    wrong = absent[:1] if row["value"] is not None else []
+    beside = fields(row_type, BESIDE) if row["value"] is not None else []
+    wrong = [name for name in beside if row.get(name) is None]
     try:
         _checker(row_type).validate_python(row, strict=True)
     except ValidationError as error:
         wrong = [str(error.errors()[0]["loc"][0])]
-    for name in wrong:
-        problem = f"got a row with {name} {row[name]!r}, no value of coca-eval's; delete it"
-        raise CocaError(f"{where}: {problem}")
+    if wrong:
+        found = f"got a row with {wrong[0]} {row.get(wrong[0])!r}"
+        raise CocaError(f"{where}: {found}, no value of coca-eval's; delete it")

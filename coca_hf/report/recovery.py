@@ -1,7 +1,6 @@
 """The recovery curve of a training run: the loss in training and on held-out blocks."""
 
 import itertools
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from matplotlib.ticker import MaxNLocator
-from pydantic import BaseModel, ValidationError
+from pydantic import AliasChoices, BaseModel, Field, ValidationError
 
 from coca_hf.errors import CocaError
 from coca_hf.page import Curve, Figure, Fold, Grid, Key, Part, Plot, Section, Text
@@ -55,6 +54,15 @@ class Conversion(BaseModel):
     """The fields of conversion.json that the page uses."""
 
     calibration: Calibration | None = None
+
+
+class Line(BaseModel):
+    """The fields of a line of log.jsonl that the page shows."""
+
+    tokens_seen: int
+    seconds: float | None = None
+    held_out_loss: float | None = None
+    loss: float = Field(validation_alias=AliasChoices("held_out_loss", "loss_lm", "loss"))
 
 
 class Point(NamedTuple):
@@ -190,30 +198,25 @@ def _read_stage(directory: Path, seconds: float) -> StageCurve:
     """seconds: before the stage."""
     stage = StageCurve(directory.name.partition("-")[2])
     for number, text in enumerate((directory / LOG).read_bytes().split(b"\n")[:-1], 1):
-        try:
-            line = json.loads(text)
-            key = next(name for name in ("held_out_loss", "loss_lm", "loss") if name in line)
-            points = stage.held_out if key == "held_out_loss" else stage.training
-            passed = seconds + float(line["seconds"]) if "seconds" in line else None
-            points.append(Point(int(line["tokens_seen"]), passed, float(line[key])))
-        except (ValueError, TypeError, KeyError, StopIteration, OverflowError, RecursionError):
-            raise CocaError(
-                f"{directory / LOG}, line {number}: got no line of coca-train's; delete the line"
-            ) from None
+        where, remedy = f"{directory / LOG}, line {number}", "delete the line"
+        line = _parsed(text, Line, f"{where}: got no line of coca-train's", remedy)
+        points = stage.training if line.held_out_loss is None else stage.held_out
+        passed = None if line.seconds is None else seconds + line.seconds
+        points.append(Point(line.tokens_seen, passed, line.loss))
     if (directory / RECORD).is_file():
         stage.record = _read_record(directory / RECORD, Record)
     return stage
 
 
 def _read_record(path: Path, kind: type[Kind]) -> Kind:
+    remedy = "restore the file, or train that stage again"
+    return _parsed(path.read_bytes(), kind, f"{path}: got no record of coca-train's", remedy)
+
+
+def _parsed(text: bytes, kind: type[Kind], problem: str, remedy: str) -> Kind:
     try:
-        return kind.model_validate(json.loads(path.read_bytes()))
+        return kind.model_validate_json(text)
     except ValidationError as error:
-        problem = error.errors()[0]
-        reason = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}".removeprefix(": ")
-    except (ValueError, RecursionError) as error:
-        reason = f"not JSON: {error}"
-    raise CocaError(
-        f"{path}: got no record of coca-train's ({reason}); restore the file, or train that stage "
-        f"again"
-    )
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+        raise CocaError(f"{problem} ({reason}); {remedy}") from error

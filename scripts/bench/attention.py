@@ -62,9 +62,7 @@ def main() -> None:
 
 
 def measure_length(length: int, options) -> list[dict]:
-    shape = measure.SHAPES[options.shape]
-    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
-    head_dim = shape["hidden_size"] // heads
+    heads, kv_heads, head_dim = measure.heads_of(options.shape)
     bytes_per_set = length * head_dim * (2 * heads + 3 * kv_heads) * options.dtype.itemsize
     sets = sets_for(bytes_per_set)
     learns = options.mode == "both"
@@ -196,9 +194,7 @@ def check_small(name: str, folds: dict, options) -> float | None:
     if not name.startswith("CoCA"):
         return None
     _, constraint, fold, *_ = name.split()
-    shape = measure.SHAPES[options.shape]
-    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
-    head_dim = shape["hidden_size"] // heads
+    heads, kv_heads, head_dim = measure.heads_of(options.shape)
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(1, heads, 33, head_dim, generator=generator).to(DEVICE, options.dtype)
     t = torch.randn(1, kv_heads, 33, head_dim // 2, generator=generator).to(DEVICE, options.dtype)

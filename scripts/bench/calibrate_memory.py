@@ -41,32 +41,26 @@ BLOCK_BYTES = 512  # CUDA's allocator gives whole ones
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, default="llama-7b")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[32768])
-    parser.add_argument("--block", type=int, default=2048)
     parser.add_argument("--dir", type=Path, default=Path("."), help="for a new folder of 6 GB")
     parser.add_argument("--smoke", action="store_true", help="the tiny shape: only whether it runs")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    name, layers, tokens, block = "llama-7b", 2, 32768, 2048
     if options.smoke:
-        options.shape, options.layers, options.tokens, options.block = "tiny", 1, [4096], 256
-    shape = SHAPES[options.shape] | {"num_hidden_layers": options.layers}
+        name, layers, tokens, block = "tiny", 1, 4096, 256
+    shape = SHAPES[name] | {"num_hidden_layers": layers}
     shape["vocab_size"] = max(shape["vocab_size"], 258)  # of the tokenizer
-    rows = []
-    with tempfile.TemporaryDirectory(dir=options.dir, prefix=".calibrate-memory-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(dir=options.dir, prefix=".calibrate-memory-") as made:
+        folder = Path(made)
         make_source(folder / "source", LlamaConfig(**shape, max_position_embeddings=2048))
         byte_tokenizer().save_pretrained(folder / "source")
-        write_text(folder / "text.jsonl", 4 * max(options.tokens))
-        for tokens in options.tokens:
-            for storage in ("gpu", "cpu"):
-                rows.append(measure(folder, tokens, options.block, storage))
-    result = {"task": "calibrate-memory", "shape": options.shape, "layers": options.layers}
-    result |= {"block": options.block, "rows": rows}
+        write_text(folder / "text.jsonl", 4 * tokens)
+        rows = [measure(folder, tokens, block, storage) for storage in ("gpu", "cpu")]
+    result = {"task": "calibrate-memory", "shape": name, "layers": layers}
+    result |= {"block": block, "rows": rows}
     columns = {"tokens": "tokens", "text on": "storage"}
     columns |= {f"{what}, GB": (f"{what}_bytes", 1e-9) for what in ("projected", "measured")}
-    show(f"Calibration's memory on a GPU, {options.shape}", columns, rows)
+    show(f"Calibration's memory on a GPU, {name}", columns, rows)
     for row in rows:
         terms = ", ".join(f"{where} {size / 1e9:.3g}" for where, size in row["at_peak"].items())
         print(f"{row['tokens']:,} tokens, text on the {row['storage']}: {terms}")

@@ -20,16 +20,16 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from measure import SHAPES, show, write
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from coca_hf.convert.calibrate import STEPS
 
 CONVERT = "import sys; from coca_cli.main import convert; sys.argv[0] = 'coca-convert'; convert()"
-BLOCK_NUMBERS = 1 << 25
 
 
 def main() -> None:
@@ -154,51 +154,26 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
-def make_source(directory: Path, config: LlamaConfig, shard_bytes: int = 5_000_000_000) -> int:
+def make_source(directory: Path, config: LlamaConfig) -> int:
     """Write a checkpoint of random fp16 weights (deviation 0.02, norms 1) in shards; return the
-    bytes of its tensors.
+    bytes of its tensors. One shard at a time is in memory.
     """
-    directory.mkdir()
-    config.dtype = "float16"
-    config.architectures = ["LlamaForCausalLM"]
+    config.dtype, config.architectures = "float16", ["LlamaForCausalLM"]
     config.save_pretrained(directory)
-    random = np.random.default_rng(0).standard_normal(BLOCK_NUMBERS, dtype=np.float32)
-    data = memoryview((0.02 * random).astype(np.float16)).cast("B")
-    ones = memoryview(np.ones(config.hidden_size, np.float16)).cast("B")
-    shards: list[dict[str, tuple]] = [{}]
     with torch.device("meta"):
-        shapes = {
-            name: tuple(tensor.shape)
-            for name, tensor in LlamaForCausalLM(config).state_dict().items()
-        }
-    for name, shape in shapes.items():
-        if sum(2 * int(np.prod(other)) for other in shards[-1].values()) > shard_bytes:
-            shards.append({})
-        shards[-1][name] = shape
-    weight_map, total = {}, 0
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        header, end = {}, 0
-        for name, shape in shard.items():
-            start, end = end, end + 2 * int(np.prod(shape))
-            header[name] = {"dtype": "F16", "shape": list(shape), "data_offsets": [start, end]}
-        text = json.dumps(header).encode()
-        with (directory / file).open("wb", buffering=0) as stream:
-            stream.write(len(text).to_bytes(8, "little") + text)
-            for index, (name, shape) in enumerate(shard.items()):
-                offset = 2 * 7919 * (index + total % 1000)  # no two tensors are equal
-                left = 2 * int(np.prod(shape))
-                if len(shape) == 1:
-                    left -= stream.write(ones)
-                while left:
-                    left -= stream.write(data[offset : offset + min(left, len(data) - offset)])
-                    offset = 0
-                weight_map[name] = file
-            os.fsync(stream.fileno())
-        total += end
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    return total
+        shapes = LlamaForCausalLM(config).half().state_dict()
+    split = split_torch_state_dict_into_shards(shapes, max_shard_size="2GB")
+    torch.manual_seed(0)
+    for file, names in split.filename_to_tensors.items():
+        tensors = {name: torch.ones(shapes[name].shape, dtype=torch.float16) for name in names}
+        for tensor in tensors.values():
+            if tensor.dim() > 1:
+                tensor.normal_(0, 0.02)
+        save_file(tensors, directory / file, {"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return split.metadata["total_size"]
 
 
 def forget(directory: Path) -> None:

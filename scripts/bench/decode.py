@@ -19,14 +19,10 @@ tune        CoCA's kernel at all sizes of its programs
 Every run but `tune` also counts the bytes of the caches.
 """
 
-import contextlib
 import functools
 import itertools
-import os
 import statistics
 import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import measure
 import torch
@@ -65,7 +61,6 @@ def main() -> None:
         "--what", choices=["attention", "step", "generate", "tune"], default="attention"
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1])
-    parser.add_argument("--constraint", choices=["slack", "strict"], default="slack")
     parser.add_argument("--layers", type=int, help="of step and generate: fewer than the shape has")
     parser.add_argument("--new-tokens", type=int, default=64, help="of generate")
     options = parse(parser)
@@ -93,9 +88,7 @@ def main() -> None:
 
 
 def attention(length: int, batch: int, options) -> list[dict]:
-    shape = measure.SHAPES[options.shape]
-    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
-    head_dim = shape["hidden_size"] // heads
+    heads, kv_heads, head_dim = measure.heads_of(options.shape)
     llama_bytes = 2 * batch * kv_heads * length * head_dim * options.dtype.itemsize
     coca_bytes = llama_bytes * 3 // 4 + 2 * batch * length * head_dim // 2 * options.dtype.itemsize
     sets = sets_for(coca_bytes)
@@ -104,22 +97,18 @@ def attention(length: int, batch: int, options) -> list[dict]:
     except torch.OutOfMemoryError:
         clear()
         return [{"rival": "all", "length": length, "batch": batch, "error": "OOM"}]
-    scaling, strict = head_dim**-0.5, options.constraint == "strict"
+    scaling = head_dim**-0.5
     grouped = {"enable_gqa": True} if heads != kv_heads else {}
 
     def llama(kernel):
         def run(i: int):
-            with (
-                sdpa_kernel(KERNELS[kernel])
-                if kernel in KERNELS
-                else sdpa_kernel(list(KERNELS.values()))
-            ):
+            with sdpa_kernel(KERNELS[kernel]):
                 return scaled_dot_product_attention(q[i], k[i], v[i], scale=scaling, **grouped)
 
         return run
 
     def plain(i: int):
-        key = coca_key(t[i], cos[i], sin[i], options.constraint)
+        key = coca_key(t[i], cos[i], sin[i], "slack")
         return scaled_dot_product_attention(q[i], key, v[i], scale=scaling, **grouped)
 
     rivals = {f"LLaMA {kernel}": llama(kernel) for kernel in KERNELS}
@@ -132,11 +121,11 @@ def attention(length: int, batch: int, options) -> list[dict]:
         rivals["LLaMA flex"] = lambda i: flex(
             q[i], k[i], v[i], scale=scaling, enable_gqa=heads != kv_heads
         )
-    rivals[f"CoCA {options.constraint} plain"] = plain
+    rivals["CoCA slack plain"] = plain
     if DEVICE in DECODERS:
         fused = DECODERS[DEVICE]
-        rivals[f"CoCA {options.constraint} fused"] = lambda i: fused(
-            q[i], t[i], v[i], cos[i], sin[i], None, scaling, strict
+        rivals["CoCA slack fused"] = lambda i: fused(
+            q[i], t[i], v[i], cos[i], sin[i], None, scaling, strict=False
         )
     errors = {
         name: decode_error(name, rival, (q, k, t, v, cos, sin), options)
@@ -209,7 +198,7 @@ def decode_error(name: str, rival, tensors, options) -> float | None:
     if name.startswith("LLaMA"):
         key = k[:1, :1].double()
     else:
-        key = coca_key(t[:1, :1].double(), cos[:1].double(), sin[:1].double(), options.constraint)
+        key = coca_key(t[:1, :1].double(), cos[:1].double(), sin[:1].double(), "slack")
     weights = (query @ key.mT * q.shape[-1] ** -0.5).softmax(-1)
     return check(name, relative_error(got[:1, :groups], weights @ value), options.dtype)
 
@@ -274,70 +263,32 @@ def tune(length: int, batch: int, options) -> list[dict]:
     """
     if DEVICE != "cuda":
         raise SystemExit("decode.py --what tune: got no GPU, expected one")
-    compile_all(options.shape, options.dtype, options.constraint)
+    from coca_hf.kernels import decode
+
     rows = []
     for configuration in itertools.product(*TUNED.values()):
-        settings = use(configuration)
+        settings = dict(zip(TUNED, configuration, strict=True))
+        vars(decode).update(settings)
         try:
             found = time_kernel(length, batch, options)
-        except (
-            Exception
-        ) as failure:  # Triton's own errors, for programs that do not fit into a processor
+        except Exception as failure:  # Triton's, for programs that do not fit into a processor
             found = {"error": type(failure).__name__}
         name = ", ".join(f"{key.lower()} {value}" for key, value in settings.items())
         rows.append({"rival": name, "length": length, "batch": batch} | found)
     return sorted(rows, key=lambda row: row.get("seconds") or 9.0)
 
 
-def use(configuration: tuple) -> dict[str, int]:
-    from coca_hf.kernels import decode
-
-    settings = dict(zip(TUNED, configuration, strict=True))
-    vars(decode).update(settings)
-    return settings
-
-
-@functools.cache
-def compile_all(*options) -> None:
-    """Fill Triton's cache on disk with one process per core, because its compiler uses one core."""
-    *choices, programs = TUNED.values()
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        list(
-            pool.map(
-                compile_one, itertools.product(*choices, programs[:1]), itertools.repeat(options)
-            )
-        )
-
-
-def compile_one(configuration: tuple, options: tuple) -> None:
-    use(configuration)
-    with contextlib.suppress(Exception):
-        one_token(*options, 256, 1, 1)(0)
-
-
-def one_token(shape: str, dtype, constraint: str, length: int, batch: int, sets: int):
-    fields = measure.SHAPES[shape]
-    heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
-    head_dim = fields["hidden_size"] // heads
-    q, _, t, v, cos, sin = inputs(batch, heads, kv_heads, length, head_dim, sets, dtype)
+def time_kernel(length: int, batch: int, options) -> dict:
+    heads, kv_heads, head_dim = measure.heads_of(options.shape)
+    q, _, t, v, cos, sin = inputs(batch, heads, kv_heads, length, head_dim, 4, options.dtype)
 
     def run(i: int):
         return DECODERS[DEVICE](
-            q[i], t[i], v[i], cos[i], sin[i], None, head_dim**-0.5, constraint == "strict"
+            q[i], t[i], v[i], cos[i], sin[i], None, head_dim**-0.5, strict=False
         )
 
-    return run
-
-
-def time_kernel(length: int, batch: int, options) -> dict:
-    run = one_token(options.shape, options.dtype, options.constraint, length, batch, 4)
     with torch.no_grad():
         (result,) = compare({"kernel": run}, options.repeats, 2, 4, graph=True).values()
-    fields = measure.SHAPES[options.shape]
-    kv_heads, head_dim = (
-        fields["num_key_value_heads"],
-        fields["hidden_size"] // fields["num_attention_heads"],
-    )
     num_bytes = batch * length * head_dim * options.dtype.itemsize * (3 * kv_heads // 2 + 1)
     return {**result, "gb_per_second": num_bytes / result["seconds"] / 1e9}
 
@@ -348,8 +299,8 @@ def generate(length: int, batch: int, options) -> list[dict]:
     rows = []
     for name, backend in (
         ("LLaMA", "sdpa"),
-        (f"CoCA {options.constraint}", "sdpa"),
-        (f"CoCA {options.constraint}", "coca"),
+        ("CoCA slack", "sdpa"),
+        ("CoCA slack", "coca"),
     ):
         model = make_model(name, options.shape, options.dtype, backend, **fields)
         times, whole = [], []
@@ -417,7 +368,7 @@ def cache_bytes(options) -> dict[str, float]:
     tokens.
     """
     counted, layers = {}, measure.SHAPES[options.shape]["num_hidden_layers"]
-    for name in ("LLaMA", f"CoCA {options.constraint}"):
+    for name in ("LLaMA", "CoCA slack"):
         model = make_model(name, options.shape, options.dtype, num_hidden_layers=2)
         with torch.no_grad():
             cache = model(

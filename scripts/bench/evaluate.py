@@ -33,7 +33,6 @@ def main() -> None:
     parser.add_argument(
         "--batch", type=int, default=1, help="windows at a time, of ours; the script has one"
     )
-    parser.add_argument("--attention", default="sdpa")
     options = parse(parser)
     if options.smoke:
         options.tokens, options.stride, options.model = 90, 16, None
@@ -43,9 +42,8 @@ def main() -> None:
             .to(DEVICE)
             .eval()
         )
-        model.set_attn_implementation(options.attention)
     else:
-        model = make_model("CoCA slack", options.shape, options.dtype, options.attention)
+        model = make_model("CoCA slack", options.shape, options.dtype)
     documents = [torch.randint(97, (options.tokens,)) for _ in range(options.documents)]
     columns = {
         **{"rival": "rival", "length": "length", "s": "seconds", "CPU s": "cpu_seconds"},

@@ -58,7 +58,7 @@ part2() {
     bench 60 prefill-350m model --shape 350m --lengths 32768 --repeats 3
     bench 90 fold attention --mode fold --lengths 2048 8192 32768 --repeats 20
     bench 90 decode-gqa decode --shape llama-3-8b --lengths 32768 --batches 1 8
-    bench 100 tune decode --what tune --lengths 32768 --repeats 10
+    bench 300 tune decode --what tune --lengths 32768 --repeats 10
 }
 part3() {
     bench 300 generate decode --what generate --lengths 32768 --repeats 2

@@ -84,7 +84,7 @@ def measure(folder: Path, hosts: dict[str, str], options: argparse.Namespace) ->
     for teacher, model in zip(checkpoints[::2], checkpoints[1::2], strict=True):
         teacher.parent.mkdir()
         config = LlamaConfig(**SHAPE, num_hidden_layers=options.layers)
-        make_source(teacher, config, shard_bytes=1 << 40)
+        make_source(teacher, config)
         byte_tokenizer().save_pretrained(teacher)
         convert_checkpoint(teacher, model, max_shard_size="1TB")
     (folder / "seen").mkdir()

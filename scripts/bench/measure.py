@@ -1,7 +1,6 @@
 """What the speed benchmarks share: shapes, rivals timed in turns, and the record of each run."""
 
 import argparse
-import contextlib
 import ctypes
 import gc
 import itertools
@@ -12,65 +11,52 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_hf import CocaLlamaConfig, CocaLlamaForCausalLM
-from coca_hf.evaluate.speed import resident_bytes
+from coca_hf.evaluate.rows import is_out_of_memory
+from coca_hf.evaluate.speed import resident_bytes, timed_on_gpu
 from coca_hf.models import attention
+from coca_hf.provenance import now, versions
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+plain_folds = partial(patch.dict, attention.FOLDS, clear=True)  # without the fused kernel
+clear = partial(clear_device_cache, garbage_collection=True)
+PACKAGES = ("coca-hf", "torch", "transformers", "accelerate", "xxhash", "triton")
+PACKAGES += ("flash-attn", "flash-attn-3", "flash-attn-4")
 CACHE_BYTES = 128 << 20  # above the L2 of an H200 (60 MB) and most processors' last level
 # of the relative error of an output
 LIMITS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+
+
+def _shape(hidden: int, mlp: int, layers: int, vocab: int, heads: int, kv_heads: int, **fields):
+    sizes = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers}
+    sizes |= {"vocab_size": vocab, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return sizes | fields
+
+
 SHAPES = {
-    "llama-7b": {
-        **{
-            "hidden_size": 4096,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 32,
-            "vocab_size": 32000,
-        },
-        **{"num_attention_heads": 32, "num_key_value_heads": 32},
-    },
-    "llama-3-8b": {
-        **{
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "vocab_size": 128256,
-        },
-        **{"num_attention_heads": 32, "num_key_value_heads": 8},
-    },
-    "350m": {  # recipes/from-scratch-350m
-        **{
-            "hidden_size": 1024,
-            "intermediate_size": 2736,
-            "num_hidden_layers": 24,
-            "vocab_size": 50277,
-        },
-        **{"num_attention_heads": 16, "num_key_value_heads": 16, "tie_word_embeddings": True},
-    },
-    "smollm2-135m": {
-        **{
-            "hidden_size": 576,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 30,
-            "vocab_size": 49152,
-        },
-        **{"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
-    },
-    "tiny": {
-        **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 97},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2},
-    },
+    "llama-7b": _shape(4096, 11008, 32, 32000, 32, 32),
+    "llama-3-8b": _shape(4096, 14336, 32, 128256, 32, 8),
+    "350m": _shape(1024, 2736, 24, 50277, 16, 16, tie_word_embeddings=True),  # from-scratch-350m
+    "smollm2-135m": _shape(576, 1536, 30, 49152, 9, 3, tie_word_embeddings=True),
+    "tiny": _shape(64, 96, 2, 97, 4, 2),
 }
+
+
+def heads_of(shape: str) -> tuple[int, int, int]:
+    """Query heads, key/value heads and the dimension of a head."""
+    fields = SHAPES[shape]
+    heads = fields["num_attention_heads"]
+    return heads, fields["num_key_value_heads"], fields["hidden_size"] // heads
 
 
 def arguments(
@@ -116,17 +102,6 @@ def make_model(name: str, shape: str, dtype: torch.dtype, attention: str = "sdpa
     return model.eval()
 
 
-@contextlib.contextmanager
-def plain_folds():
-    """Without the fused kernel."""
-    fused = dict(attention.FOLDS)
-    attention.FOLDS.clear()
-    try:
-        yield
-    finally:
-        attention.FOLDS.update(fused)
-
-
 def relative_error(got: Tensor, expected: Tensor) -> float:
     return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
 
@@ -161,17 +136,8 @@ def compare(
     peak_bytes (what a run added to the GPU's memory, or a warm-up run to that of the process),
     error (memory that ran out, or null).
     """
-    results: dict[str, dict] = {
-        name: {
-            "seconds": None,
-            "cpu_seconds": None,
-            "runs": [],
-            "cpu_runs": [],
-            "peak_bytes": None,
-            "error": None,
-        }
-        for name in rivals
-    }
+    nothing = dict.fromkeys(("seconds", "cpu_seconds", "peak_bytes", "error"))
+    results = {name: {**nothing, "runs": [], "cpu_runs": []} for name in rivals}
     graphs: dict[str, Any] = {}
     for number in range(warmup + repeats):
         for name, rival in rivals.items():
@@ -185,7 +151,7 @@ def compare(
                     rival, number % sets, graphs.get(name), number < warmup
                 )
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as failure:
-                if not _is_memory(failure):
+                if not is_out_of_memory(failure):
                     raise
                 one["error"] = "OOM"
                 del failure
@@ -210,25 +176,13 @@ def _time(
     rival: Callable[[int], Any], number: int, graph: Any, warm_up: bool
 ) -> tuple[float, float, int | None]:
     if DEVICE == "cuda":
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay() if graph else rival(number)
-        end.record()
-        torch.cuda.synchronize()
-        return (
-            begin.elapsed_time(end) / 1000,
-            0.0,
-            None if graph else torch.cuda.max_memory_allocated() - before,
-        )
+        seconds, peak = timed_on_gpu(graph.replay if graph else partial(rival, number))
+        return seconds, 0.0, None if graph else peak
     gc.collect()
     before = None
     if warm_up and sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(
-            0
-        )  # memory that the process keeps free would hide what a run takes
+        # Memory that the process keeps free would hide what a run takes
+        ctypes.CDLL(None).malloc_trim(0)
         before = resident_bytes(reset=True)
     began, cpu_began = time.perf_counter(), time.process_time()
     rival(number)
@@ -245,22 +199,9 @@ def _graph(rival: Callable[[int], Any], sets: int) -> Any:
     return graph
 
 
-def _is_memory(failure: BaseException) -> bool:
-    words = ("out of memory", "can't allocate memory", "not enough memory")
-    return isinstance(failure, (torch.OutOfMemoryError, MemoryError)) or any(
-        w in str(failure).lower() for w in words
-    )
-
-
 def ratio(a: float | None, b: float | None) -> float | None:
     """None if either was not measured."""
     return a / b if a and b else None
-
-
-def clear() -> None:
-    gc.collect()
-    if DEVICE == "cuda":
-        torch.cuda.empty_cache()
 
 
 def run_all(
@@ -292,8 +233,8 @@ def write(result: dict, out: Path | None) -> None:
     result = result | {
         "command": _command(),
         "hardware": hardware() | result.get("hardware", {}),
-        "versions": versions(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": versions(*PACKAGES),
+        "date": now(),
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")
@@ -317,15 +258,6 @@ def hardware() -> dict:
         "threads": torch.get_num_threads(),
         "load_average_at_end": os.getloadavg(),
     }
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    packages = ("coca-hf", "torch", "transformers", "accelerate", "xxhash", "triton")
-    for name in (*packages, "flash-attn", "flash-attn-3", "flash-attn-4"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def show(title: str, columns: dict[str, Any], rows: Sequence[dict]) -> None:

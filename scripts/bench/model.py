@@ -36,16 +36,12 @@ def main() -> None:
     parser = measure.arguments(
         __doc__, "llama-7b" if DEVICE == "cuda" else "smollm2-135m", [2048, 8192, 32768]
     )
-    parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--attention", default="sdpa", help="of transformers")
-    parser.add_argument("--compile", action="store_true", help="torch.compile both")
     parser.add_argument("--constraints", nargs="+", choices=["slack", "strict"], default=["slack"])
     options = parse(parser)
     names = ["LLaMA", *(f"CoCA {constraint}" for constraint in options.constraints)]
-    fields = {"num_hidden_layers": options.layers} if options.layers else {}
     models = {
-        name: make_model(name, options.shape, options.dtype, options.attention, **fields)
-        for name in names
+        name: make_model(name, options.shape, options.dtype, options.attention) for name in names
     }
     errors = {name: check_model(name, model) for name, model in models.items() if name != "LLaMA"}
     columns = {
@@ -82,16 +78,14 @@ def measure_length(length: int, models: dict, errors: dict, options) -> list[dic
     ids = [torch.randint(97, (1, length), device=DEVICE) for _ in range(4)]
 
     def prefill(model):
-        step = torch.compile(model, dynamic=False) if options.compile else model
-
         @torch.inference_mode()
         def run(i: int) -> None:
-            step(input_ids=ids[i % 4], use_cache=False, logits_to_keep=1)
+            model(input_ids=ids[i % 4], use_cache=False, logits_to_keep=1)
 
         return run
 
     rivals = {name: prefill(model) for name, model in models.items()}
-    if DEVICE in FOLDS and not options.compile:
+    if DEVICE in FOLDS:
 
         def plain(i: int) -> None:
             with plain_folds():
@@ -105,7 +99,7 @@ def measure_length(length: int, models: dict, errors: dict, options) -> list[dic
         model = models[name.removesuffix(" plain")]
         weights = sum(p.nbytes for p in model.parameters())
         about = {"shape": options.shape, "layers": model.config.num_hidden_layers}
-        about |= {"length": length, "attention": options.attention, "compiled": options.compile}
+        about |= {"length": length, "attention": options.attention}
         peak = result["peak_bytes"]
         rows.append(
             {

@@ -32,7 +32,6 @@ SETTINGS = {  # what is trained, batch, accumulation, checkpointing
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument(
         "--smoke", action="store_true", help="the tiny shape, on any machine: only whether it runs"
     )
@@ -42,7 +41,7 @@ def main() -> None:
         raise SystemExit(
             "scripts/bench/plan.py: got no GPU, expected one to measure on; --smoke needs none"
         )
-    shape, seq_len = ("tiny", 48) if options.smoke else ("smollm2-135m", options.seq_len)
+    shape, seq_len = ("tiny", 48) if options.smoke else ("smollm2-135m", 2048)
     with tempfile.TemporaryDirectory() as folder:
         write_inputs(Path(folder), seq_len)
         rows = [compare(Path(folder), name, shape, seq_len) for name in SETTINGS]

@@ -39,7 +39,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--train", nargs="+", choices=TRAINED, default=["all"])
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
-    parser.add_argument("--compile", action="store_true", help="torch.compile both")
     options = parse(parser)
     if options.smoke:
         options.layers, options.batch = [1, 2], 1
@@ -67,7 +66,7 @@ def measure_step(length: int, what: str, options) -> list[dict]:
                 parameter.requires_grad_(any(part in parameter_name for part in TRAINED[what]))
             if name != "LLaMA":
                 error = check_gradients(model, ids[0][:, :64])
-            steps[name] = step_of(model, ids, options)
+            steps[name] = step_of(model, ids)
         by_depth.append(compare(steps, options.repeats, options.warmup, sets=4))
         del steps, model
         clear()
@@ -77,7 +76,7 @@ def measure_step(length: int, what: str, options) -> list[dict]:
     about |= {"layers": options.layers[1], "checkpointing": options.checkpointing}
     return [
         {
-            **{"rival": name, **about, "compiled": options.compile, **result},
+            **{"rival": name, **about, **result},
             "tokens_per_second": ratio(options.batch * length, result["seconds"]),
             "over_llama": ratio(deep["LLaMA"]["seconds"], result["seconds"]),
             "layer_seconds": (result["seconds"] - shallow[name]["seconds"]) / extra
@@ -89,13 +88,12 @@ def measure_step(length: int, what: str, options) -> list[dict]:
     ]
 
 
-def step_of(model, ids: list[torch.Tensor], options):
+def step_of(model, ids: list[torch.Tensor]):
     learning = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learning, lr=1e-6, fused=DEVICE == "cuda")
-    forward = torch.compile(model, dynamic=False) if options.compile else model
 
     def step(i: int) -> None:
-        forward(input_ids=ids[i], labels=ids[i], use_cache=False).loss.backward()
+        model(input_ids=ids[i], labels=ids[i], use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 

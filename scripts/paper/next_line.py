@@ -9,6 +9,8 @@ import random
 import sys
 from pathlib import Path
 
+from coca_hf.files import replace_text
+
 plays, out = Path(sys.argv[1]), Path(sys.argv[2])
 if not out.exists():
     rng, cases = random.Random(0), []
@@ -25,6 +27,4 @@ if not out.exists():
             )
     rng.shuffle(cases)
     out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = out.with_name(f".{out.name}")
-    unfinished.write_text("".join(json.dumps(case) + "\n" for case in cases))
-    unfinished.rename(out)
+    replace_text(out, "".join(json.dumps(case) + "\n" for case in cases))

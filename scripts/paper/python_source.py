@@ -7,6 +7,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from coca_hf.files import replace_text
+
 out = Path(sys.argv[1])
 if not out.exists():
     roots = dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib"))
@@ -17,8 +19,4 @@ if not out.exists():
         if "test" not in file.parts
     )
     out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = out.with_name(f".{out.name}")
-    unfinished.write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in texts if text.strip())
-    )
-    unfinished.rename(out)
+    replace_text(out, "".join(json.dumps({"text": text}) + "\n" for text in texts if text.strip()))

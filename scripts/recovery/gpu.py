@@ -2,18 +2,13 @@
 
     python scripts/recovery/gpu.py ORIGINAL OUT --text 'books/*.parquet' --novels novels.parquet --seconds 150
 
-It compares two ways, from the same original and by the same rows (OUT/eval, for `coca-eval
-report`):
+The model is calibrated on a million tokens, then all parameters are trained on the original's
+predictions (KL). Half of the blocks are synthetic lookups, whose answers count twice; a quarter of
+the tokens are in blocks of 8,192. Both models are measured in the same way (OUT/eval, for
+`coca-eval report`).
 
-    distilled     calibrated on a million tokens, then all parameters are trained on the original's
-                  predictions (KL). Half of the blocks are synthetic lookups, whose answers count
-                  twice; a quarter of the tokens are in blocks of 8,192
-    paper stages  the paper's three stages from the scaled copy, one third of the time each: W_T,
-                  then W_Q, W_T and W_V, then all, on ordinary text by the next-token loss, at a
-                  learning rate of 1e-4
-
-Training is limited by time, so the learning rate follows the share of time spent. OUT/<way>.jsonl
-has the losses and their cost. Weights are float32 and products bfloat16. The loop is the shortest
+Training is limited by time, so the learning rate follows the share of time spent.
+OUT/distilled.jsonl has the losses and their cost. Weights are float32 and products bfloat16. The loop is the shortest
 that uses a whole GPU for a small model; recipes/recover.yaml is the same for `coca-train`.
 """
 
@@ -27,7 +22,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -45,7 +39,7 @@ from coca_hf.train.objectives import distillation_loss
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = [2048, 2048, 2048, 8192]  # of the blocks of successive steps
-LAYERS_OF_STAGE = {"k": ("t_proj",), "qkv": ("q_proj", "t_proj", "v_proj"), "full": ("",)}
+NAME = "distilled"
 
 
 class Batches(IterableDataset):
@@ -53,11 +47,9 @@ class Batches(IterableDataset):
     number of workers.
     """
 
-    def __init__(
-        self, documents: list[Tensor], tokenizer, tokens_a_step: int, lookups: bool, seed: int
-    ):
+    def __init__(self, documents: list[Tensor], tokenizer, tokens_a_step: int, seed: int):
         self.documents, self.tokens_a_step, self.seed = documents, tokens_a_step, seed
-        self.maker = Lookups(tokenizer) if lookups else None
+        self.maker = Lookups(tokenizer)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         worker = torch.utils.data.get_worker_info()
@@ -78,7 +70,7 @@ class Batches(IterableDataset):
             document = self.documents[draw.randrange(len(self.documents))]
             start = draw.randrange(max(1, len(document) - length))
             text += document[start : start + length - len(text)].tolist()
-        if self.maker and number % 2:
+        if number % 2:
             return self.maker.block(text, draw)
         return text, [False] * length
 
@@ -89,7 +81,6 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--text", required=True)
     parser.add_argument("--novels", required=True)
-    parser.add_argument("--ways", nargs="+", default=["distilled", "paper stages"])
     parser.add_argument(
         "--seconds", type=float, default=150.0, help="of training, calibration apart"
     )
@@ -105,92 +96,67 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     measure(options.original, "original", options)
-    for way in options.ways:
-        began = time.perf_counter()
-        directory = options.out / way.replace(" ", "-")
-        record = convert(way, directory, options)
-        seconds, calibration = time.perf_counter() - began, record.get("calibration")
-        note(way, options, event="converted", seconds=seconds, calibration=calibration)
-        train(way, directory, options)
-        note(way, options, event="trained", seconds=time.perf_counter() - began)
-        measure(directory, way, options)
-
-
-def convert(way: str, directory: Path, options) -> dict:
-    calibration = {"calibrate_on": options.text, "calibrate_tokens": options.calibrate_tokens}
-    calibration["device"] = DEVICE
-    return convert_checkpoint(
+    began, directory = time.perf_counter(), options.out / NAME
+    record = convert_checkpoint(
         str(options.original),
         directory,
         constraint=options.constraint,
         dtype="float32",
         keep_layers=options.keep_layers,
         overwrite=True,
-        **(calibration if way == "distilled" else {}),
+        calibrate_on=options.text,
+        calibrate_tokens=options.calibrate_tokens,
+        device=DEVICE,
     )
+    seconds, calibration = time.perf_counter() - began, record["calibration"]
+    note(options, event="converted", seconds=seconds, calibration=calibration)
+    train(directory, options)
+    note(options, event="trained", seconds=time.perf_counter() - began)
+    measure(directory, NAME, options)
 
 
-def train(way: str, directory: Path, options) -> None:
+def train(directory: Path, options) -> None:
     tokenizer = AutoTokenizer.from_pretrained(directory)
     texts = (document.text for document in read_documents(options.text, skip_empty=True))
     documents = [torch.tensor(ids) for ids in tokenizer(list(texts), verbose=False)["input_ids"]]
     load = AutoModelForCausalLM.from_pretrained
-    student, teacher = load(directory, dtype=torch.float32).to(DEVICE).train(), None
-    stages, rate, last_rate = ["k", "qkv", "full"], 1e-4, 1e-5
-    if way == "distilled":
-        teacher = load(options.original, dtype=torch.bfloat16).to(DEVICE).eval()
-        stages, rate, last_rate = ["full"], options.rate, 0.0
-    dataset = Batches(documents, tokenizer, options.tokens_a_step, way == "distilled", options.seed)
+    student = load(directory, dtype=torch.float32).to(DEVICE).train()
+    teacher = load(options.original, dtype=torch.bfloat16).to(DEVICE).eval()
+    dataset = Batches(documents, tokenizer, options.tokens_a_step, options.seed)
     workers = {"num_workers": options.workers, "pin_memory": DEVICE == "cuda"}
     batches = iter(DataLoader(dataset, batch_size=None, **workers))
     next(batches)  # wait until the workers run before the clock starts
-    for stage in stages:
-        for name, parameter in student.named_parameters():
-            parameter.requires_grad_(any(part in name for part in LAYERS_OF_STAGE[stage]))
-        seconds = options.seconds / len(stages)
-        train_stage(way, stage, student, teacher, batches, (rate, last_rate), seconds, options)
-    student.save_pretrained(directory)
-
-
-def train_stage(way, stage, student, teacher, batches, rates, seconds, options) -> None:
-    rate, last_rate = rates
-    learning = [p for p in student.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
-        learning, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        student.parameters(), lr=options.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
     began, tokens, sums = time.perf_counter(), 0, torch.zeros(2, device=DEVICE)
     for step in count(1):
-        spent = (time.perf_counter() - began) / seconds
+        spent = (time.perf_counter() - began) / options.seconds
         if spent >= 1:
             break
-        optimizer.param_groups[0]["lr"] = min(1.0, step / 20) * (rate + (last_rate - rate) * spent)
+        optimizer.param_groups[0]["lr"] = min(1.0, step / 20) * options.rate * (1 - spent)
         ids, answers = (x.to(DEVICE, non_blocking=True) for x in next(batches))
         sums += step_gradients(student, teacher, ids, answers)
-        norm = torch.nn.utils.clip_grad_norm_(learning, 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         tokens += ids.numel()
         if step % 50 == 0:
             loss, at_answers = (sums / 50).tolist()  # waits for the GPU, so the clock is right
             sums.zero_()
-            seen = {"stage": stage, "step": step, "tokens": tokens}
-            seen |= {"loss": loss, "answers": at_answers}
-            note(way, options, **seen, norm=norm.item(), seconds=time.perf_counter() - began)
-    note(way, options, stage=stage, step=step, tokens=tokens, seconds=time.perf_counter() - began)
+            seen = {"step": step, "tokens": tokens, "loss": loss, "answers": at_answers}
+            note(options, **seen, norm=norm.item(), seconds=time.perf_counter() - began)
+    note(options, step=step, tokens=tokens, seconds=time.perf_counter() - began)
+    student.save_pretrained(directory)
 
 
 def step_gradients(student, teacher, ids: Tensor, answers: Tensor) -> Tensor:
     """Accumulate the gradients of the mean loss plus the mean loss of answers; return both means.
 
-    The loss of a token is KL(teacher || student) of its prediction. Without a teacher it is the
-    cross-entropy, of text without answers.
+    The loss of a token is KL(teacher || student) of its prediction.
     """
     with torch.autocast(DEVICE, torch.bfloat16):
         ours = student(ids, use_cache=False).logits[:, :-1]
-    if teacher is None:
-        loss = cross_entropy(ours.flatten(0, 1).float(), ids[:, 1:].flatten())
-        loss.backward()
-        return torch.stack((loss.detach(), torch.zeros_like(loss)))
     asked = answers[:, 1:]
     with torch.no_grad():
         theirs = teacher(ids, use_cache=False).logits[:, :-1]
@@ -228,10 +194,10 @@ def measure(directory: Path, name: str, options) -> None:
     print(f"{name} measured in {time.perf_counter() - began:.0f} s", flush=True)
 
 
-def note(way: str, options, **what) -> None:
-    line = json.dumps({"way": way, **what})
+def note(options, **what) -> None:
+    line = json.dumps({"way": NAME, **what})
     print(line, flush=True)
-    with (options.out / f"{way.replace(' ', '-')}.jsonl").open("a") as log:
+    with (options.out / f"{NAME}.jsonl").open("a") as log:
         log.write(line + "\n")
 
 

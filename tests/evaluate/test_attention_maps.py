@@ -95,7 +95,7 @@ def test_a_baseline_that_is_not_the_original_is_refused(llama, coca, books, tmp_
         measure(coca, llama, books, tmp_path)
 
 
-def test_maps_that_are_nan_or_do_not_fit_are_errors_of_their_rows(llama, coca, books, tmp_path):
+def test_maps_that_do_not_fit_are_errors_of_their_rows(llama, coca, books, tmp_path):
     sample = draw_sample(coca, str(books), 40)
     forward = coca.model.model.forward
 
@@ -108,7 +108,3 @@ def test_maps_that_are_nan_or_do_not_fit_are_errors_of_their_rows(llama, coca, b
     full, whole = attention_map_rows(run_of(coca, tmp_path, 40, 30), llama, sample)
     assert full["error"].startswith("OOM: one sequence alone does not fit (CUDA out of memory.")
     assert whole["value"] > 0
-    with torch.no_grad():
-        coca.model.model.layers[1].self_attn.q_proj.weight[3, 5] = torch.nan
-    (row,) = attention_map_rows(run_of(coca, tmp_path, 20), llama, sample)
-    assert (row["value"], row["error"], row["raw"]) == (None, "an attention map is not finite", {})

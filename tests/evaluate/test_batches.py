@@ -1,7 +1,6 @@
 """Running out of memory, batches dealt to processes, and killed runs."""
 
 import itertools
-import json
 import os
 import re
 import signal
@@ -24,6 +23,7 @@ from coca_hf.evaluate.rows import Batches, NoValue, auto_batch_size
 from coca_hf.evaluate.sample import draw_sample
 from coca_hf.report.read import read_tables
 from tests.evaluate.runs import OPTIONS, run_of
+from tests.evaluate.test_cli import rows_in
 
 MESSAGES = [
     "CUDA out of memory. Tried to allocate 2.00 GiB",
@@ -147,7 +147,7 @@ def test_a_row_that_does_not_fit_says_oom_and_only_it_is_measured_again(
     again = measured()
     assert [again[0], again[2]] == [rows[0], rows[2]]
     assert again[1]["value"] > 1
-    assert rows_of(tmp_path) == [*rows, again[1]]
+    assert rows_in(tmp_path) == [*rows, again[1]]
     assert measured() == again
     (table,) = read_tables([tmp_path])
     assert {row["value"] for row in table.rows} == {row["value"] for row in again}
@@ -218,10 +218,6 @@ def run(*command, **options):
     return out
 
 
-def rows_of(directory):
-    return [json.loads(line) for line in (directory / "rows.jsonl").read_text().splitlines()]
-
-
 TOGETHER = [task for task in OPTIONS if task != "speed"]  # a timing is of one process
 # All of them in the processes of one launch; each would end with the processes' connection
 ALL = """
@@ -255,7 +251,7 @@ def assert_close(one, two):
 
 def assert_same_rows(directory, count):
     """The rows of one process, in `one`, and of two, in `two`, and their raw tables."""
-    one, two = rows_of(directory / "one"), rows_of(directory / "two")
+    one, two = rows_in(directory / "one"), rows_in(directory / "two")
     assert len(one) == count
     assert all(row["value"] is not None for row in one)
     assert_close(lasting(one), lasting(two))
@@ -324,4 +320,4 @@ def test_a_killed_run_continues_after_its_last_complete_row(
     for name in ("killed", "whole"):
         assert coca_eval(command, f"--out {tmp_path / name}")[0] == 0
     assert rows.read_bytes().startswith(before[: before.rindex(b"\n") + 1])
-    assert lasting(rows_of(tmp_path / "killed")) == lasting(rows_of(tmp_path / "whole"))
+    assert lasting(rows_in(tmp_path / "killed")) == lasting(rows_in(tmp_path / "whole"))

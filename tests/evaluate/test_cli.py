@@ -117,9 +117,7 @@ def test_a_warning_says_that_there_are_fewer_documents_than_asked_for(perplexity
     assert "were asked for" not in perplexity("--lengths 220 --skip-short")[2]
 
 
-@pytest.mark.parametrize(
-    "lengths", ["512,x", "1", "0", "-4", "1.5", "", "64,,128", "9" * 10, "9" * 5000]
-)
+@pytest.mark.parametrize("lengths", ["512,x", "1", "-4", "64,,128", "9" * 5000])
 def test_invalid_lengths_are_refused(lengths, tiny_llama_dir, out, coca_eval):
     code, stdout, stderr = coca_eval(f"passkey {tiny_llama_dir} --lengths={lengths} --out {out}")
     assert (code, stdout) == (2, "")
@@ -129,15 +127,10 @@ def test_invalid_lengths_are_refused(lengths, tiny_llama_dir, out, coca_eval):
 
 BAD = {
     "--rope ntk:4": "--rope: got 'ntk:4', expected default, linear:FACTOR",
-    "--data ./nothing.txt": "./nothing.txt: got no such file",
     "--lengths 215": "1 of 3 documents have fewer than 215 tokens",
-    "--max-tokens 20": "--max-tokens: got 20, expected at least 32",
     "--batch-size 0": "--batch-size: got '0', expected auto or a whole number from 1 to 999999999",
-    "--batch-size many": "--batch-size: got 'many', expected auto",
     "--dtype int8": "--dtype: got 'int8'",
     "--out pyproject.toml": "got Not a directory, expected the rows of coca-eval or nothing",
-    "--split train": "got --split, which only data sets on the hub have; leave it out",
-    "--column body": "got --column, which only files of rows have; leave it out",
 }
 
 

@@ -12,13 +12,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import coca_hf
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.loaded_model import LoadedModel, check_choice
+from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.perplexity import (
     VARIANTS,
     Window,
     perplexity_rows,
     token_losses,
-    windows_of,
 )
 from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import Sample, draw_sample
@@ -126,7 +125,7 @@ def test_losses_over_a_large_vocabulary_are_exact():
 @pytest.mark.parametrize(("length", "stride"), [(1, 1), (5, 1), (5, 2), (6, 6), (9, 7)])
 def test_every_token_but_the_first_is_scored_exactly_once(length, stride):
     for doc_len in range(length, 40):
-        windows = windows_of(doc_len, length, stride)
+        windows = VARIANTS["sliding"].windows([doc_len], length, stride, [])
         scored = []
         for number, window in enumerate(windows):
             end = window.start + window.input_len + 1  # one past the last target
@@ -135,16 +134,6 @@ def test_every_token_but_the_first_is_scored_exactly_once(length, stride):
             assert end <= doc_len
             scored += range(end - window.scored_len, end)
         assert scored == list(range(1, doc_len))
-
-
-def test_a_stride_longer_than_the_window_is_refused():
-    with pytest.raises(CocaError, match="stride: got 9, expected 1 to 8"):
-        windows_of(30, 8, 9)
-
-
-def test_a_document_shorter_than_a_window_is_refused():
-    with pytest.raises(CocaError, match="document 4: got 7 tokens, expected at least 8"):
-        windows_of(7, 8, 2, document=4)
 
 
 def rows_of(loaded, books, out, lengths=(16, 40), ropes="default"):
@@ -186,22 +175,6 @@ def test_the_recorded_checks_differ_from_both_other_computations_by_a_thousandth
         assert abs(row["difference"]) <= 1e-3
         assert row["difference"] == pytest.approx(row["coca-eval"] / row[other] - 1, abs=1e-12)
     assert lengths == expected
-
-
-@pytest.mark.parametrize("change", ["model", "data", "dtype", "length", "rope"])
-def test_a_changed_setting_is_measured_again(llama, books, tmp_path, change):
-    rows_of(llama, books, tmp_path / "out", lengths=(40,))
-    options = {}
-    if change == "model":
-        llama.fingerprint = "another"
-    elif change == "data":
-        (books / "conrad.txt").write_text("t" * 250)
-    elif change == "dtype":
-        llama.model.bfloat16()
-    elif change == "rope":
-        options["ropes"] = "linear:2"
-    rows_of(llama, books, tmp_path / "out", lengths=(41 if change == "length" else 40,), **options)
-    assert len((tmp_path / "out" / "rows.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_length_beyond_learned_positions_is_an_error_of_its_row_only(llama, tmp_path):
@@ -330,9 +303,3 @@ def test_a_stream_too_short_for_longlora_is_refused(llama, books, tmp_path):
         match="longlora: got 210 tokens in all documents together, expected more than 220",
     ):
         value(llama, books, tmp_path / "out", "longlora", 200, 20)
-
-
-def test_an_unknown_variant_is_refused_with_the_known_ones():
-    known = "expected one of sliding, yarn, yarn-truncate, longlora"
-    with pytest.raises(CocaError, match=f"--variant: got 'proof', {known}"):
-        check_choice("--variant", "proof", VARIANTS)

@@ -23,6 +23,7 @@ def test_a_row_is_found_by_its_settings_in_a_later_run(tmp_path):
     settings = {key: value for key, value in ROW.items() if key != "value"}
     assert store.find(PasskeyRow, settings | {"batch_size": 7}) == [row]
     other = {"length": 513, "rope": "linear:2", "fingerprint": "g", "new_tokens": 3, "model": "b"}
+    other |= {"dtype": "bfloat16"}
     for name, value in other.items():
         assert store.find(PasskeyRow, settings | {name: value}) == []
 
@@ -82,11 +83,8 @@ def test_rows_that_two_commands_write_at_once_are_all_kept_whole(tmp_path, monke
     assert sorted(lengths) == [*range(1, 21)]
 
 
-ODD = [*(json.dumps(ROW | {"value": value}) for value in ("7", [1])), '{"a": 1}', "\udcff"]
-
-
 @pytest.mark.parametrize(
-    "line", ["not json", "[1, 2]", "[]", '[["task", 1]]', "7", "[" * 9999, *ODD]
+    "line", ["7", '{"a": 1}', json.dumps(ROW | {"value": "7"}), "\udcff", "[" * 9999]
 )
 def test_a_complete_line_that_is_not_a_row_is_refused_by_number_and_kept(tmp_path, line):
     path = tmp_path / "rows.jsonl"

@@ -237,7 +237,9 @@ def test_without_lm_eval_one_line_says_what_to_install(
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     code, stdout, stderr = coca_eval(f"tasks {tiny_coca_dir} --tasks piqa --out {tmp_path}")
     assert (code, stdout) == (2, "")
-    assert stderr == "error: coca-eval tasks needs lm-eval: pip install 'coca-hf[lm-eval]'\n"
+    assert stderr == (
+        "error: this needs lm_eval, which is not installed: pip install 'coca-hf[lm-eval]'\n"
+    )
 
 
 def test_a_missing_directory_of_tasks_is_refused():
@@ -257,9 +259,7 @@ def test_a_directory_of_tasks_without_their_names_is_refused(tiny_coca_dir, tmp_
 def test_a_directory_of_tasks_that_lm_eval_cannot_read_is_one_line(tmp_path):
     for name in ("a", "7"):
         (tmp_path / f"{name}.yaml").write_text(f"task: {name}\ndataset_path: json\n")
-    with pytest.raises(
-        CocaError, match=r"--include-path .*: lm-eval cannot read its tasks \(TypeError: "
-    ):
+    with pytest.raises(CocaError, match=r"--include-path .*: lm-eval cannot read its tasks: "):
         parse_tasks("a", str(tmp_path))
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import io
-import json
 import re
 import runpy
 import shlex
@@ -133,18 +132,6 @@ def test_a_model_from_scratch_has_the_heads_of_its_own_width(model, tiny_llama_d
     recipe = load_recipe(REPOSITORY / models[model]["recipe"], [f"tokenizer={tiny_llama_dir}"])
     config = start_config(recipe)
     assert (config.hidden_size, config.num_attention_heads, config.head_dim) == (1024, 16, 64)
-
-
-@pytest.mark.parametrize("scale", scales)
-@pytest.mark.parametrize("model", [name for name, plan in models.items() if "recipe" in plan])
-def test_a_recipe_takes_the_settings_of_a_scale(model, scale):
-    plan = models[model]
-    changed = scales[scale]["train"][plan["kind"]]
-    settings = [f"{key}={json.dumps(value)}" for key, value in changed.items()]  # JSON is YAML
-    recipe = load_recipe(REPOSITORY / plan["recipe"], settings)
-    assert recipe.data.seq_len == changed.get("data.seq_len", recipe.data.seq_len)
-    sources = changed.get("data.sources", recipe.to_dict()["data"]["sources"])
-    assert [source.path for source in recipe.data.sources] == [one["path"] for one in sources]
 
 
 def test_a_scale_of_its_own_says_what_a_step_takes():
