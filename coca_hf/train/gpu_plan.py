@@ -328,7 +328,7 @@ def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
         # Kernels of other packages need not be installed here, and take as much memory as SDPA
         base = model_from_config(recipe, "eager" if own.attn_implementation == "eager" else None)
         if own.fused_cross_entropy:
-            fuse_cross_entropy_(base)  # Liger's kernel takes only real tensors
+            fuse_cross_entropy_(base)
         # peft moves adapters to the device where they already are, and fake tensors cannot move
         with patch.object(nn.Module, "to", lambda module, *_, **__: module):
             model: Any = stage_model(base, stage)

@@ -142,10 +142,9 @@ BAD_SETTINGS = {  # or several together
     "stages.k.objective=distil": "stages.k.objective.distil: got 'distil', expected 'lm' or 'distill'",
     "stages.k.objective={lm: 0}": "objective.lm: got 0, expected greater than",
     "stages.k.objective={}": "stages.k.objective: got {}, expected one or more",
-    "stages.k.temperature=2": "stages.k: got temperature 2 without objective distill, whi",
     (FUSED, *DISTILL): "got fused_cross_entropy with objective distill, which needs the logits",
     (FUSED, LOOKUPS, "stages.k.answer_weight=1"): "got fused_cross_entropy with answer_weight, wh",
-    "training.use_liger_kernel=true": "give fused_cross_entropy: liger",
+    "training.use_liger_kernel=true": "give fused_cross_entropy: true",
     "stages.k.context_parallel_size=0": "context_parallel_size: got 0, expected greater than or equal to 1",
     (SHARED, *DISTILL): "context_parallel_size 2 with objective distill, expected lm alone",
     (

@@ -209,7 +209,6 @@ REFUSED = {
 if not torch.cuda.is_available():  # they may be there
     REFUSED |= {
         "training.attn_implementation=flash_attention_2": "attn_implementation 'flash_attention_2' does not run",
-        "training.fused_cross_entropy=liger": "stages.k: fused_cross_entropy liger needs a GPU and `pip install",
     }
 
 
