@@ -68,7 +68,7 @@ def shard_bytes(parameter, world_size: int) -> int:
     return 4 * math.ceil(rows / world_size) * math.prod(others)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 32])
+@pytest.mark.parametrize("world_size", [1, 32])
 @pytest.mark.parametrize("number", [0, 1], ids=["k", "full"])
 def test_weights_gradients_and_optimizer_are_exactly_the_shards(recipe, number, world_size):
     stage = recipe.stages[number]
@@ -209,17 +209,16 @@ def test_eager_attention_is_planned_with_its_maps(small, path):
     assert maps > plain + 4 * BATCH * TINY["num_attention_heads"] * SEQ_LEN**2
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["k", "full"])
-def test_kept_layers_with_a_window_are_planned_as_they_run(path, number, monkeypatch, tmp_path):
+def test_kept_layers_with_a_window_are_planned_as_they_run(path, monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_plan, "_BLOCK_BYTES", 1)
     layers = {"coca_kept_layers": [1], "coca_kept_window": 9}
     config = coca_hf.CocaLlamaConfig(vocab_size=VOCAB, **TINY, **layers)
     config.save_pretrained(tmp_path / "model")
     recipe = load_recipe(path)
-    memory = measure(recipe, recipe.stages[number], Setting(1, BATCH, 1, False))
-    peak, _ = real_run(recipe, recipe.stages[number], False)
+    memory = measure(recipe, recipe.stages[1], Setting(1, BATCH, 1, False))
+    peak, _ = real_run(recipe, recipe.stages[1], False)
     assert memory.peak == pytest.approx(peak, rel=0.02)
-    near, wide = (plan_recipe(load_recipe(path, [w])).stages[number] for w in WINDOWS)
+    near, wide = (plan_recipe(alone(load_recipe(path, [w]), 1)).stages[0] for w in WINDOWS)
     # scores and values of each query and head, two operations a product
     saved = 2 * 2 * config.hidden_size * (SEQ_LEN - 9)
     assert wide.token_flops.forward - near.token_flops.forward == saved

@@ -158,12 +158,6 @@ def test_a_stage_may_compute_in_another_precision_than_the_one_before(train, tmp
     assert {tensor.dtype for tensor in weights(tmp_path / "out/3-full").values()} == {torch.float32}
 
 
-def test_recomputing_activations_changes_no_bit(recipe_path, unbroken, tmp_path):
-    """Frozen embeddings would stop all gradients if checkpointing were careless."""
-    recipe = load_recipe(recipe_path, ["training.gradient_checkpointing=true"])
-    assert_same_weights(run_recipe(recipe, tmp_path / "out", stage="k"), unbroken / "1-k")
-
-
 def test_a_tied_weight_learns_by_either_of_its_names(tiny_coca_dir, recipe_tree, tmp_path):
     config = AutoConfig.from_pretrained(tiny_coca_dir, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tied")
@@ -195,21 +189,12 @@ REFUSED = {
     "stages.full.optim_args=quickly": "stages.full: optim adamw_torch_fused, optim_args 'quickly'",
     "stages.full.optim_args=speed=3": "optim_args 'speed=3', lr_scheduler_type linear, lr_scheduler_kwargs None do not "
     "work: adamw_torch_fused takes no optim_args",
-    "stages.full.optim=galore_adamw": "stages.full: optim galore_adamw, optim_args None",
-    'stages.full.lr_scheduler_type=inverse_sqrt stages.full.lr_scheduler_kwargs={"timescale":"x"}': "timescale",
     'stages.full.lr_scheduler_type=cosine stages.full.lr_scheduler_kwargs={"cycles":3}': "do not work: ",
-    "stages.full.lr_scheduler_type=lineal": "lineal is not a valid",
     "training.attn_implementation=sdpaa": "stages.k: attn_implementation 'sdpaa' does not run here: ",
     "training.global_batch_size=6": "stages.k: got global_batch_size 6, expected a multiple of 4: per_device_tra",
     "training.global_batch_size=8 training.gradient_accumulation_steps=4": "got global_batch_size 8 and "
     "gradient_accumulation_steps 4, expected 2 on 1",
 }
-
-
-if not torch.cuda.is_available():  # they may be there
-    REFUSED |= {
-        "training.attn_implementation=flash_attention_2": "attn_implementation 'flash_attention_2' does not run",
-    }
 
 
 @pytest.mark.parametrize("setting", REFUSED)
