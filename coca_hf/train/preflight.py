@@ -54,8 +54,6 @@ from coca_hf.train.run_directory import (
 )
 
 MODELS = ("model", "teacher", "tokenizer")  # keys of a recipe whose values may be on the hub
-SHARE = "set context_parallel_size in the recipe"
-SHARD = f"shard with FSDP2, and {SHARE} for blocks too long for one GPU"
 RING_DEVICES = ("cuda",)  # those that torch's ring attention has kernels for
 FIXED_BY_WEIGHTS = {  # or fitted with them: fields of a checkpoint's config
     *("attention_bias", "head_dim", "hidden_size", "intermediate_size", "num_attention_heads"),
@@ -182,11 +180,12 @@ def _check_and_begin(
 
 def check_launcher() -> None:
     """Refuse parallelism that `accelerate launch` configures and the recipe does not mention."""
-    for kind, remedy in {"CP": SHARE, "SP": SHARD, "TP": SHARD}.items():
+    for kind in ("CP", "SP", "TP"):
         size = os.environ.get(f"PARALLELISM_CONFIG_{kind}_SIZE", "1")
         if size != "1":
             raise CocaError(
-                f"parallelism_config_{kind.lower()}_size: got {size}, expected 1: {remedy}"
+                f"parallelism_config_{kind.lower()}_size: got {size}, expected 1: shard with "
+                "FSDP2, and set context_parallel_size in the recipe for blocks too long for one GPU"
             )
 
 

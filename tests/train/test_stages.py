@@ -3,7 +3,6 @@
 import itertools
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from coca_hf import CocaError, convert_checkpoint
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
-from tests.conftest import output_of
 from tests.train.layouts import Interrupted, interrupt_in_step
 from tests.train.results import assert_same_weights, changed, log_lines, record, weights
 
@@ -107,6 +105,10 @@ def test_the_result_of_a_stage_loads_and_nothing_else_is_left(unbroken, tiny_coc
         assert not list(unbroken.glob("**/checkpoint-*")) + list(unbroken.glob("**/*partial*"))
         expected = {path.name for path in tiny_coca_dir.iterdir()} | {"log.jsonl", "training.json"}
         assert {path.name for path in (unbroken / stage).iterdir()} == expected
+        # The code, with which a checkpoint loads without coca_hf (tests/convert/test_families.py)
+        for code in tiny_coca_dir.glob("*.py"):
+            assert (unbroken / stage / code.name).read_bytes() == code.read_bytes()
+        assert model.config.auto_map == AutoConfig.from_pretrained(tiny_coca_dir).auto_map
 
 
 def test_tokenizers_of_other_engines_go_from_stage_to_stage_but_no_directories(
@@ -122,26 +124,6 @@ def test_tokenizers_of_other_engines_go_from_stage_to_stage_but_no_directories(
     for name in ("tokenizer.model", "tekken.json"):
         assert (last / name).read_bytes() == b"\x00mine"
     assert not any(path.is_dir() for path in last.iterdir())
-
-
-ALONE = """
-import sys
-sys.modules["coca_hf"] = None  # importing it fails
-import torch
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
-print(type(model).__module__.split(".")[0], model(torch.arange(3, 30)[None]).logits.double().sum().item())
-"""
-
-
-@pytest.mark.real
-def test_the_result_loads_without_coca_hf_through_trust_remote_code(unbroken, tmp_path):
-    command = (sys.executable, "-c", ALONE, unbroken / "3-full")
-    module, total = output_of(*command, HF_MODULES_CACHE=str(tmp_path)).split()
-    model = AutoModelForCausalLM.from_pretrained(unbroken / "3-full")
-    expected = model(torch.arange(3, 30)[None]).logits.double().sum().item()
-    assert module == "transformers_modules"
-    assert float(total) == pytest.approx(expected, abs=1e-3)
 
 
 def test_stages_one_by_one_are_the_run_in_one_go(train, unbroken, tmp_path, capsys):
