@@ -103,8 +103,7 @@ NOT_SET = {
 _LEAST = {
     **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), 1),
     **dict.fromkeys(("save_steps", "logging_steps"), 1),
-    **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm", "adam_epsilon"), 0),
-    "neftune_noise_alpha": 0,
+    **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm", "neftune_noise_alpha"), 0),
 }
 # All other keys of a stage are training options
 _STAGE_KEYS = ("name", "train", "lora", "objective", "answer_weight")
@@ -517,8 +516,6 @@ def _check_arguments(where: str, options: dict[str, Any]) -> None:
         check(key, is_right, "steps or no: there are no epochs")
     for key, least in _LEAST.items():
         check(key, options.get(key) is None or options[key] >= least, f"at least {least}")
-    for key in ("adam_beta1", "adam_beta2"):
-        check(key, 0 <= options.get(key, 0) < 1, "at least 0 and below 1")
     check("learning_rate", options.get("learning_rate", 1.0) > 0, "a rate above 0")
     parameters = inspect.signature(checkpoint).parameters.values()
     known = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]

@@ -309,6 +309,14 @@ def test_a_long_block_is_helped_by_a_fused_cross_entropy_and_then_by_sharing_it(
         (["--mfu", "0"], "--mfu 0; expected"),
         (["--gpu-memory", "0"], "--gpu-memory 0"),
         (["config.attention_dropout=7"], "no CocaLlamaConfig model can be made of it: dropout pr"),
+        (
+            ["training.optim_args=quickly"],
+            "stages.k: optim adamw_torch_fused, optim_args 'quickly'",
+        ),
+        (
+            ["training.lr_scheduler_type=lineal"],
+            "stages.k: the trainer does not take these options",
+        ),
         (["training.use_cpu=true"], "stages.k: got use_cpu, but a plan is for GPUs; add training"),
         (["data.skip_positions=65"], "data.skip_positions: got 65, expected at most 64, the pos"),
     ],

@@ -168,6 +168,7 @@ REFUSED = {
     "data.seq_len=5000": "got fewer than 5000 tokens",
     "stages.full.logging_steps=0": "stages.full: got logging_steps 0.0, expected at least 1",
     "stages.full.optim=adamm": "adamm is not a valid",
+    "stages.full.adam_beta2=1": "do not work: Invalid beta parameter at index 1: 1.0",
     "stages.full.optim_args=quickly": "stages.full: optim adamw_torch_fused, optim_args 'quickly'",
     "stages.full.optim_args=speed=3": "optim_args 'speed=3', lr_scheduler_type linear, lr_scheduler_kwargs None do not "
     "work: adamw_torch_fused takes no optim_args",
