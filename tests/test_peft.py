@@ -32,33 +32,18 @@ def trained(tiny_coca_dir):
         AutoModelForCausalLM.from_pretrained(tiny_coca_dir),
         LoraConfig(r=3, lora_alpha=12, target_modules=list(TARGETS), task_type="CAUSAL_LM"),
     )
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
     for _ in range(2):  # the first moves B only, which starts at zero
         model(IDS, labels=IDS).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model.eval(), before
-
-
-def test_training_moves_the_adapters_of_every_target_and_nothing_else(trained):
-    model, before = trained
-    moved = {
-        name
-        for name, parameter in model.named_parameters()
-        if not torch.equal(parameter, before[name])
-    }
-    adapters = {name for name in before if "lora_" in name}
-    assert moved == adapters
-    assert len(adapters) == 3 * len(TARGETS) * 2
-    assert all(any(f".{target}.lora_A" in name for name in adapters) for target in TARGETS)
+    return model.eval()
 
 
 def test_a_saved_adapter_loads_from_its_directory_and_over_its_base(
     trained, tiny_coca_dir, tmp_path
 ):
-    model, _ = trained
-    model.save_pretrained(tmp_path)
+    trained.save_pretrained(tmp_path)
     base = AutoModelForCausalLM.from_pretrained(tiny_coca_dir)
     untouched = logits(base)
     for loaded in (
@@ -66,14 +51,13 @@ def test_a_saved_adapter_loads_from_its_directory_and_over_its_base(
         PeftModel.from_pretrained(base, tmp_path),
     ):
         assert isinstance(loaded.get_base_model(), CocaLlamaForCausalLM)
-        assert torch.equal(logits(loaded), logits(model))
-    assert (logits(model) - untouched).abs().max() > 0.1
+        assert torch.equal(logits(loaded), logits(trained))
+    assert (logits(trained) - untouched).abs().max() > 0.1
 
 
 def test_a_merged_model_is_a_plain_coca_checkpoint_with_equal_logits_and_tokens(trained, tmp_path):
-    model, _ = trained
-    expected = logits(model)
-    model.save_pretrained(tmp_path / "adapter")
+    expected = logits(trained)
+    trained.save_pretrained(tmp_path / "adapter")
     merged = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     loaded, report = AutoModelForCausalLM.from_pretrained(
@@ -89,7 +73,7 @@ def test_a_merged_model_is_a_plain_coca_checkpoint_with_equal_logits_and_tokens(
         "max_new_tokens": 9,
         "do_sample": False,
     }
-    assert torch.equal(loaded.generate(**prompt), model.generate(**prompt))
+    assert torch.equal(loaded.generate(**prompt), trained.generate(**prompt))
 
 
 def test_qlora_trains_over_four_bits_and_merges_into_the_full_model(tiny_coca_dir, tmp_path):

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, library_errors
 from coca_hf.train.flops import PEAK_FLOPS, TokenFlops, count_flops, peak_flops
 from coca_hf.train.model import (
     count_parameters,
@@ -46,7 +46,12 @@ from coca_hf.train.model import (
     start_config,
 )
 from coca_hf.train.objectives import fuse_cross_entropy_
-from coca_hf.train.preflight import check_model, check_model_for_context_parallel, check_positions
+from coca_hf.train.preflight import (
+    check_model,
+    check_model_for_context_parallel,
+    check_optimizer,
+    check_positions,
+)
 from coca_hf.train.recipe import Recipe, Stage, check_stage
 from coca_hf.train.trainer import sharded_precision
 
@@ -145,8 +150,8 @@ def plan_recipe(
     step: gradient checkpointing, smaller batches that are accumulated, a fused cross-entropy, GPUs
     that share a block, more GPUs.
 
-    Raises CocaError for a GPU that is not in `PEAK_FLOPS`, impossible numbers, a recipe that trains
-    on the CPU, and a process group that is open already.
+    Raises CocaError for a GPU that is not in `PEAK_FLOPS`, impossible numbers, options that the
+    trainer does not take, a recipe that trains on the CPU, and a process group that is open already.
     """
     peak = peak_flops(gpu)
     if peak is None:
@@ -193,6 +198,7 @@ def _plan_stage(
         model = stage_model(model_from_config(recipe), stage)
     trained, total = count_parameters(model)
     arguments, seq_len = planned_arguments(recipe, stage), recipe.data.seq_len
+    check_optimizer(arguments, f"stages.{stage.name}")
     setting = Setting(
         world_size,
         arguments.per_device_train_batch_size,
@@ -328,7 +334,7 @@ def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
         # Kernels of other packages need not be installed here, and take as much memory as SDPA
         base = model_from_config(recipe, "eager" if own.attn_implementation == "eager" else None)
         if own.fused_cross_entropy:
-            fuse_cross_entropy_(base)  # Liger's kernel takes only real tensors
+            fuse_cross_entropy_(base)
         # peft moves adapters to the device where they already are, and fake tensors cannot move
         with patch.object(nn.Module, "to", lambda module, *_, **__: module):
             model: Any = stage_model(base, stage)
@@ -362,7 +368,8 @@ def planned_arguments(recipe: Recipe, stage: Stage) -> TrainingArguments:
     """The stage's options, except those that TrainingArguments refuses without a GPU."""
     options = recipe.options(stage)
     options = {key: options[key] for key in options if not key.startswith(_NEED_A_GPU)}
-    return TrainingArguments(output_dir="plan", **{**options, "use_cpu": True})
+    with library_errors(f"stages.{stage.name}: the trainer does not take these options"):
+        return TrainingArguments(output_dir="plan", **{**options, "use_cpu": True})
 
 
 def _prepare_(model: PreTrainedModel, options: dict[str, Any], mesh: Any) -> None:

@@ -12,7 +12,6 @@ The original model, the teacher, runs once per batch on the same tokens, without
 GPU has all its weights and computes in the stage's precision.
 """
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,7 +29,7 @@ _CHUNK_TOKENS_OF_CPU = 16  # of a vocabulary of 50k: 3 MB, which stays in the ca
 _IGNORED = -100
 
 
-def fuse_cross_entropy_(model: PreTrainedModel, liger: bool = False) -> None:
+def fuse_cross_entropy_(model: PreTrainedModel) -> None:
     """Let a model in training mode compute its loss from hidden states by `linear_cross_entropy`,
     in place.
 
@@ -46,7 +45,7 @@ def fuse_cross_entropy_(model: PreTrainedModel, liger: bool = False) -> None:
         if not head.training:
             return plain_loss(logits, labels, vocab_size, num_items_in_batch, **kwargs)
         shift_labels = kwargs.get("shift_labels")
-        return linear_cross_entropy(head, logits, labels, num_items_in_batch, shift_labels, liger)
+        return linear_cross_entropy(head, logits, labels, num_items_in_batch, shift_labels)
 
     head.forward = lambda hidden: hidden if head.training else plain_head(hidden)
     model.loss_function = loss
@@ -58,24 +57,15 @@ def linear_cross_entropy(
     labels: Tensor,
     num_items: Tensor | int | None = None,
     shift_labels: Tensor | None = None,
-    liger: bool = False,
 ) -> Tensor:
     """Cross-entropy of `head(hidden)` with the next label, in float32: the sum over `num_items`, or
     the mean.
 
     hidden: (b, m, hidden); labels: (b, m), -100 where nothing is predicted; shift_labels: (b, m),
     the label after every position, used instead of labels. The backward computes the head again,
-    so only the logits of one chunk exist at a time. liger: use Liger's Triton kernel (arXiv
-    2410.10989), which computes the gradients in the forward. Returns a scalar.
+    so only the logits of one chunk exist at a time. Returns a scalar.
     """
     targets, num_items = _targets(labels, shift_labels, num_items)
-    if liger:
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-        fused = LigerFusedLinearCrossEntropyLoss(
-            ignore_index=_IGNORED, reduction="sum", accum_dtype=torch.float32
-        )
-        return fused(head.weight, hidden.flatten(0, 1), targets, head.bias) / num_items
     parts = (tensor.split(_CHUNK_TOKENS) for tensor in (hidden.flatten(0, 1), targets))
     chunks = zip(*parts, strict=True)
     total = sum(checkpoint(_cross_entropy, head, *chunk, use_reentrant=False) for chunk in chunks)
@@ -120,22 +110,18 @@ def answer_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
     return (losses * weights[predicts]).sum() / labels.numel()  # autocast would round a @
 
 
-def distillation_loss(
-    student: Tensor, teacher: Tensor, temperature: float = 1.0, weights: Tensor | None = None
-) -> Tensor:
-    """KL(teacher || student) of softened predictions, times temperature^2, mean over tokens, in
-    float32.
+def distillation_loss(student: Tensor, teacher: Tensor, weights: Tensor | None = None) -> Tensor:
+    """KL(teacher || student), mean over tokens, in float32.
 
     student, teacher: (b, m, vocabulary), logits of any dtype; weights: (b, m), of the predictions,
     by default 1. No gradient reaches the teacher or the weights. Returns a scalar.
     """
     if weights is None:
         weights = student.new_ones(student.shape[:-1], dtype=torch.float32)
-    loss = functools.partial(_divergence_of_chunk, temperature)
     divergence = _Chunked.apply(
-        loss, student.flatten(0, 1), teacher.flatten(0, 1), weights.flatten()
+        _divergence_of_chunk, student.flatten(0, 1), teacher.flatten(0, 1), weights.flatten()
     )
-    return divergence * temperature**2 / student.shape[:-1].numel()
+    return divergence / student.shape[:-1].numel()
 
 
 def chunk_cross_entropy_(model: PreTrainedModel) -> None:
@@ -149,18 +135,15 @@ def chunk_cross_entropy_(model: PreTrainedModel) -> None:
 
 
 def _divergence_of_chunk(
-    temperature: float, student: Tensor, gradient: Tensor, teacher: Tensor, weights: Tensor
+    student: Tensor, gradient: Tensor, teacher: Tensor, weights: Tensor
 ) -> Tensor:
-    """Sum over tokens of weights * KL(softmax(teacher / T) || softmax(student / T)); its gradient,
-    weights * (softmax(student / T) - softmax(teacher / T)) / T, goes into `gradient`.
+    """Sum over tokens of weights * KL(softmax(teacher) || softmax(student)); its gradient, weights *
+    (softmax(student) - softmax(teacher)), goes into `gradient`.
     """
-    log_p, log_q = (
-        log_softmax(logits.to(torch.float32, copy=True).div_(temperature), -1)
-        for logits in (student, teacher)
-    )
+    log_p, log_q = (log_softmax(logits.float(), -1) for logits in (student, teacher))
     q = log_q.exp()
     total = (log_q.sub_(log_p).mul_(q).sum(-1) * weights).sum()  # autocast would round a @
-    gradient.copy_(log_p.exp_().sub_(q).mul_(weights[:, None] / temperature))
+    gradient.copy_(log_p.exp_().sub_(q).mul_(weights[:, None]))
     return total
 
 
@@ -213,13 +196,12 @@ class Objective:
         self,
         weights: Mapping[Any, float],
         teacher: PreTrainedModel | None,
-        temperature: float = 1.0,
         answer_weight: float = 0.0,
     ):
         self.weights = dict(weights)
         if answer_weight:
             self.weights["answers"] = answer_weight * weights.get("lm", 0.0)
-        self.temperature, self.answer_weight = temperature, answer_weight
+        self.answer_weight = answer_weight
         self._teacher = teacher.requires_grad_(False).eval() if teacher else None
         self._sums: Counter[str] = Counter()
         self._calls = 0
@@ -241,7 +223,7 @@ class Objective:
             given = {name: inputs[name] for name in _MODEL_INPUTS if name in inputs}
             with torch.no_grad():
                 theirs = teacher.to(logits.device)(**given, use_cache=False).logits
-            divergence = distillation_loss(logits, theirs, self.temperature, token_weights)
+            divergence = distillation_loss(logits, theirs, token_weights)
             losses["distill"] = divergence / accumulated
         self._sums.update(
             {name: losses[name].detach().item() * accumulated for name in self.weights}

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from transformers import (
     TrainingArguments,
     get_scheduler,
 )
-from transformers.integrations import is_tensorboard_available
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
 from coca_hf.convert.adapter import CONFIG as ADAPTER
@@ -56,8 +54,6 @@ from coca_hf.train.run_directory import (
 )
 
 MODELS = ("model", "teacher", "tokenizer")  # keys of a recipe whose values may be on the hub
-SHARE = "set context_parallel_size in the recipe"
-SHARD = f"shard with FSDP2, and {SHARE} for blocks too long for one GPU"
 RING_DEVICES = ("cuda",)  # those that torch's ring attention has kernels for
 FIXED_BY_WEIGHTS = {  # or fitted with them: fields of a checkpoint's config
     *("attention_bias", "head_dim", "hidden_size", "intermediate_size", "num_attention_heads"),
@@ -184,11 +180,12 @@ def _check_and_begin(
 
 def check_launcher() -> None:
     """Refuse parallelism that `accelerate launch` configures and the recipe does not mention."""
-    for kind, remedy in {"CP": SHARE, "SP": SHARD, "TP": SHARD}.items():
+    for kind in ("CP", "SP", "TP"):
         size = os.environ.get(f"PARALLELISM_CONFIG_{kind}_SIZE", "1")
         if size != "1":
             raise CocaError(
-                f"parallelism_config_{kind.lower()}_size: got {size}, expected 1: {remedy}"
+                f"parallelism_config_{kind.lower()}_size: got {size}, expected 1: shard with "
+                "FSDP2, and set context_parallel_size in the recipe for blocks too long for one GPU"
             )
 
 
@@ -227,10 +224,6 @@ def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
             context_parallel(arguments, sharing, where) if sharing > 1 else None
         )
         arguments.dataloader_pin_memory &= not on_cpu  # torch warns if there is no GPU to pin for
-        if "tensorboard" in arguments.report_to and not is_tensorboard_available():
-            if number == 1:
-                announce("report_to: tensorboard is not installed; training continues without it")
-            arguments.report_to.remove("tensorboard")
         arguments.run_name = f"{arguments.run_name or out_dir.resolve().name}/{directory.name}"
         arguments.gradient_accumulation_steps = recipe.accumulation(stage, arguments.world_size)
         start = before.directory if before else None
@@ -382,17 +375,11 @@ def check_head(name: str, config: PreTrainedConfig) -> None:
 
 
 def check_kernels(recipe: Recipe) -> None:
-    """Raises CocaError for unknown attention, missing kernels, and a model whose blocks cannot be
-    shared among GPUs.
+    """Raises CocaError for attention that is unknown or does not run here, and for a model whose
+    blocks cannot be shared among GPUs.
     """
     for stage in recipe.stages:
         options, where = recipe.stage_options(stage), f"stages.{stage.name}"
-        has_liger = torch.cuda.is_available() and find_spec("liger_kernel")
-        if options.fused_cross_entropy == "liger" and not has_liger:
-            raise CocaError(
-                f"{where}: fused_cross_entropy liger needs a GPU and "
-                f"`pip install 'coca-hf[liger]'`; fused_cross_entropy: true runs everywhere"
-            )
         attention = options.attn_implementation
         try:
             with torch.device("meta"):

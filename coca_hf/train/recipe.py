@@ -80,7 +80,7 @@ NOT_SET = {
         "restore_callback_states_from_checkpoint save_only_model"
     ),
     "SIGTERM and SIGUSR1 always write a checkpoint": "enable_jit_checkpoint",
-    "Liger patches only the model types that it knows; give fused_cross_entropy: liger": (
+    "Liger patches only the model types that it knows; give fused_cross_entropy: true": (
         "use_liger_kernel"
     ),
     "give context_parallel_size, and shard with FSDP2 through `accelerate launch`": (
@@ -103,11 +103,10 @@ NOT_SET = {
 _LEAST = {
     **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), 1),
     **dict.fromkeys(("save_steps", "logging_steps"), 1),
-    **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm", "adam_epsilon"), 0),
-    "neftune_noise_alpha": 0,
+    **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm", "neftune_noise_alpha"), 0),
 }
 # All other keys of a stage are training options
-_STAGE_KEYS = ("name", "train", "lora", "objective", "temperature", "answer_weight")
+_STAGE_KEYS = ("name", "train", "lora", "objective", "answer_weight")
 
 
 class StrictMapping(BaseModel):
@@ -225,7 +224,7 @@ class StageOptions(StrictMapping):
     if its loss or gradient is not a number, unless fp16 scaled it too high, or if its loss is above
     spike_factor times the running mean. attn_implementation: as `from_pretrained` takes it.
     fused_cross_entropy: never hold the logits of all tokens, at the cost of one more product with
-    the head; liger: by its Triton kernel, on GPUs. context_parallel_size: GPUs that share a block.
+    the head. context_parallel_size: GPUs that share a block.
     """
 
     global_batch_size: int | None = Field(default=None, ge=1)
@@ -233,7 +232,7 @@ class StageOptions(StrictMapping):
     max_bad_steps: int = Field(default=1, ge=1)
     spike_factor: float | None = Field(default=None, gt=1)
     attn_implementation: str | None = None
-    fused_cross_entropy: bool | Literal["liger"] = False
+    fused_cross_entropy: bool = False
     context_parallel_size: int = Field(default=1, ge=1)
 
 
@@ -264,7 +263,6 @@ class Stage(StrictMapping):
     train: str | list[str]
     lora: Lora | None = None
     objective: dict[ObjectiveName, PositiveFloat] = Field(default={"lm": 1.0}, min_length=1)
-    temperature: float = Field(default=1.0, gt=0)  # of distillation
     answer_weight: float = Field(default=0.0, ge=0)
     training: dict[str, Any]
 
@@ -518,8 +516,6 @@ def _check_arguments(where: str, options: dict[str, Any]) -> None:
         check(key, is_right, "steps or no: there are no epochs")
     for key, least in _LEAST.items():
         check(key, options.get(key) is None or options[key] >= least, f"at least {least}")
-    for key in ("adam_beta1", "adam_beta2"):
-        check(key, 0 <= options.get(key, 0) < 1, "at least 0 and below 1")
     check("learning_rate", options.get("learning_rate", 1.0) > 0, "a rate above 0")
     parameters = inspect.signature(checkpoint).parameters.values()
     known = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
@@ -545,18 +541,15 @@ def check_stage(stage: Stage, options: StageOptions, data: Data) -> None:
     def refuse(problem: str, remedy: str = "leave one of them out") -> None:
         raise ValueError(f"stages.{stage.name}: got {problem}; {remedy}")
 
-    kinds, attention = set(stage.objective), options.attn_implementation or "sdpa"
+    attention = options.attn_implementation or "sdpa"
     if stage.answer_weight:
         given = f"answer_weight {stage.answer_weight:g}"
         if not data.has_answers:
             remedy = "add {synthetic: lookups, weight: 0.5} to data.sources"
             refuse(f"{given} without a source that has answers", remedy)
     if options.fused_cross_entropy and stage.needs_logits:
-        cause = "objective distill" if "distill" in kinds else "answer_weight"
+        cause = "objective distill" if stage.needs_teacher else "answer_weight"
         refuse(f"fused_cross_entropy with {cause}, which needs the logits")
-    if "temperature" in stage.model_fields_set and "distill" not in kinds:
-        given = f"temperature {stage.temperature:g}"
-        refuse(f"{given} without objective distill, which alone has one", "leave it out")
     if options.context_parallel_size > 1:
         given = f"context_parallel_size {options.context_parallel_size}"
         multiple = 2 * options.context_parallel_size

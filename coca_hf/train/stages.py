@@ -201,7 +201,7 @@ def _run_stage(recipe: Recipe, stage: ResolvedStage, blocks: Blocks, stop: StopR
     base, tokenizer, objective = in_all_processes(lambda: _load(recipe, stage))
     use_cache = base.config.use_cache  # the Trainer turns it off
     if options.fused_cross_entropy:
-        fuse_cross_entropy_(base, liger=options.fused_cross_entropy == "liger")
+        fuse_cross_entropy_(base)
     elif objective is not None:
         chunk_cross_entropy_(base)
     model = models.stage_model(base, stage.of_recipe)
@@ -295,7 +295,7 @@ def _load(
         dtype = torch.bfloat16 if stage.arguments.bf16 else torch.float32
         dtype = torch.float16 if stage.arguments.fp16 else dtype
         teacher = models.load_teacher(recipe.teacher, dtype)
-    objective = Objective(own.objective, teacher, own.temperature, own.answer_weight)
+    objective = Objective(own.objective, teacher, own.answer_weight)
     return base, tokenizer, objective
 
 

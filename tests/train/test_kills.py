@@ -16,7 +16,7 @@ from importlib import import_module
 
 import pytest
 
-from coca_hf.train import preflight, stages
+from coca_hf.train import stages
 from coca_hf.train.processes import EXIT_STOPPED
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
@@ -132,29 +132,6 @@ def test_a_signal_between_two_stages_stops_all_processes_before_the_next_one(
         assert ours[1] == pytest.approx(theirs[1], abs=1e-5)
 
 
-def signal_while_inputs_are_checked():
-    check = preflight.check_inputs
-
-    def signal_and_check(*arguments):
-        os.kill(os.getpid(), signal.SIGTERM)
-        check(*arguments)
-
-    preflight.check_inputs = signal_and_check
-
-
-def test_a_signal_before_the_first_stage_ends_the_command_with_its_code(
-    real_recipe, real_unbroken, tmp_path
-):
-    out = tmp_path / "out"
-    run = Run([real_recipe, "--out", out], hook=signal_while_inputs_are_checked)
-    launched = launch(tmp_path, [run], processes=1)
-    assert launched.wait() == EXIT_STOPPED, launched.output.read_text()
-    assert "1-k: stopped by SIGTERM before it began" in launched.printed()
-    assert not (out / "1-k").exists()
-    run_recipe(load_recipe(real_recipe), out, resume=True)
-    assert final_losses(out) == final_losses(real_unbroken)
-
-
 def die_before(module, name):
     module = import_module(f"coca_hf.train.{module}")
     plain = getattr(module, name)
@@ -185,19 +162,6 @@ def test_a_survivor_of_another_process_says_so_in_one_line_and_does_not_blame_th
     printed = launched.printed()
     assert "error: another process of this run has ended, see its own message; co" in printed
     assert "cannot be written" not in printed
-
-
-def test_two_runs_do_not_write_to_one_directory(real_recipe, tmp_path):
-    out = tmp_path / "out"
-    first = launch(tmp_path, [Run([real_recipe, "--out", out], hook=slow_steps)], processes=1)
-    while not (out / "1-k/log.jsonl").exists():
-        assert first.process.is_alive(), first.output.read_text()
-        time.sleep(0.02)
-    second = launch(tmp_path, [Run([real_recipe, "--out", out, "--resume"])], processes=1)
-    assert second.wait() == 2
-    assert "another coca-train is writing it" in second.output.read_text()
-    first.process.kill()
-    first.wait()
 
 
 def kill(victim, launched, out):

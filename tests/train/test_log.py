@@ -48,17 +48,6 @@ def test_tensorboard_has_the_losses_and_rates_of_the_log_beside_the_stages(shown
     assert [scalar.value for scalar in events.Scalars("eval/loss")] == pytest.approx(held_out)
 
 
-def test_without_tensorboard_a_run_says_so_once_and_continues(
-    real_recipe, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr("coca_hf.train.preflight.is_tensorboard_available", lambda: False)
-    settings = ["training.report_to=tensorboard", "stages.k.max_steps=1"]
-    run_recipe(load_recipe(real_recipe, settings), tmp_path / "out", stage="k")
-    said = "report_to: tensorboard is not installed; training continues without it"
-    assert capsys.readouterr().out.count(said) == 1
-    assert not (tmp_path / "out/tensorboard").exists()
-
-
 def test_every_line_of_the_log_has_time_speed_and_memory_and_no_mfu_on_a_cpu(shown):
     seconds = [line["seconds"] for line in logged(shown[0])]
     assert seconds == sorted(seconds)

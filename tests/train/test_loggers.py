@@ -115,6 +115,7 @@ def test_a_resumed_stage_continues_its_run_of_wandb(logged):
 
 
 NOT_THERE = {
+    "tensorboard": "stages.k.report_to: TensorBoardCallback requires tensorboard to be installed",
     "wandb": "stages.k.report_to: WandbCallback requires wandb to be installed. Run `pip install wandb`.",
     "trackio": "stages.k.report_to: TrackioCallback requires trackio to be installed. Run `pip install trackio`.",
     "wandbb": "stages.k.report_to: wandbb is not supported, only",
@@ -125,7 +126,7 @@ NOT_THERE = {
 def test_a_logger_that_is_not_there_is_refused_before_anything_is_written(
     recipe_path, tmp_path, monkeypatch, name
 ):
-    for package in ("wandb", "trackio"):
+    for package in ("tensorboard", "wandb", "trackio"):
         monkeypatch.setattr(
             f"transformers.integrations.integration_utils.is_{package}_available", lambda: False
         )

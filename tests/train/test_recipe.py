@@ -82,8 +82,6 @@ FUSED, SHARED = "training.fused_cross_entropy=true", "training.context_parallel_
 DISTILL = ("teacher=x", "stages.k.objective=distill")
 BAD_SETTINGS = {  # or several together
     "modle=x": "unknown key 'modle'; nearest: model",
-    "data.seqlen=3": "data: unknown key 'seqlen'; nearest: seq_len",
-    "data.sources.1.colum=code": "data.sources.1: unknown key 'colum'; nearest: column",
     "training.learning_rat=1": "training: unknown key 'learning_rat'; nearest: learning_rate",
     "stages.qkv.max_step=1": "stages.qkv: unknown key 'max_step'; nearest: max_steps",
     "stages.qkv.trian=all": "stages.qkv: unknown key 'trian'; nearest: train",
@@ -94,30 +92,20 @@ BAD_SETTINGS = {  # or several together
     "verbose": "expected key=value",
     "training.learning_rate=fast": "learning_rate: got 'fast', expected float",
     "training.learning_rate=true": "learning_rate: got True, expected float",
-    "training.max_steps=1.5": "max_steps: got 1.5, expected int",
-    "training.bf16=perhaps": "bf16: got 'perhaps', expected bool",
     "data.seq_len=long": "data.seq_len: got 'long', expected a valid integer",
-    "data.sources.0.weight=0": "data.sources.0.weight: got 0, expected greater than 0",
     "data.sources.0.weight=1e308": "data.sources.0.weight: got 1e+308, expected less than or equal to",
     "data.sources=[]": "data.sources: got [], expected one or more",
     "data.sources=[{synthetic: lookup, weight: 1}]": "data.sources.0.synthetic: got 'lookup', expected 'lookups'",
-    "data.sources=[{syntetic: lookups, weight: 1}]": "data.sources.0: unknown key 'syntetic'; nearest: synthetic",
-    "data.sources=[{synthetic: lookups}]": "data.sources.0.weight: missing",
-    "data.sources=[{weight: 1}]": "data.sources.0: expected either path, of documents, or synthetic: lookups",
     "data.sources.0.synthetic=lookups": "data.sources.0: expected either path, of documents, or synthetic: lookups",
     "data.sources=[{synthetic: lookups, weight: 1, column: code}]": "data.sources.0: got column beside synthetic",
     "data.sources=[{synthetic: lookups, weight: 1}]": "data: got synthetic sources alone, expected documents beside",
     "data.skip_positions=20": "data: got skip_positions 20, expected more than seq_len, 20",
-    "stages.k.answer_weight=-1": "stages.k.answer_weight: got -1, expected greater than or equal to 0",
     "stages.k.answer_weight=1": "stages.k: got answer_weight 1 without a source that has answers; add {synthetic: lo",
     "training=fast": "training: got 'fast', expected a mapping",
-    "training.bf16=[": "line 1: not YAML",
     "training.output_dir=x": "'output_dir' is not a recipe's to set: results lie in OUT",
-    "stages.k.resume_from_checkpoint=x": "continue a run with --resume",
     "training.eval_steps=5": "evaluate the result with coca-eval",
     "training.num_train_epochs=2": "give max_steps",
     "training.save_strategy=epoch": "there are no epochs",
-    "training.dataloader_persistent_workers=true": "blocks are read from disk as they are",
     "training.neftune_noise_alpha=-1": "got neftune_noise_alpha -1.0, expected at least 0",
     "training.torch_compile_mode=fast": "got torch_compile_mode 'fast', expected one of default",
     "training.gradient_checkpointing_kwargs={reentrant: true}": "unknown key 'reentrant'; nearest: use_reentrant",
@@ -125,7 +113,6 @@ BAD_SETTINGS = {  # or several together
     "stages.k.max_steps=0": "stages.k: got max_steps 0, expected a number above 0",
     "stages.k.name=full": "got two of the name 'full'",
     "stages.k.name=a/b": "stages.a/b.name: got 'a/b'",
-    "stages.k.train=[]": "stages.k.train: got [], expected all or a list of module names",
     "training.max_steps=1:30": "max_steps: got '1:30', expected int",
     "stages.k.max_steps=!!int x": "not YAML: invalid literal",
     "training.bf16=!!bool x": "not YAML: a value does not fit its tag",
@@ -140,13 +127,10 @@ BAD_SETTINGS = {  # or several together
     "stages.k.lora.rank=3": "stages.k.lora: unknown key 'rank'; nearest: r",
     "stages.k.objective=distill": "stages.k: objective distill needs the original model",
     "stages.k.objective=distil": "stages.k.objective.distil: got 'distil', expected 'lm' or 'distill'",
-    "stages.k.objective={lm: 0}": "objective.lm: got 0, expected greater than",
     "stages.k.objective={}": "stages.k.objective: got {}, expected one or more",
-    "stages.k.temperature=2": "stages.k: got temperature 2 without objective distill, whi",
     (FUSED, *DISTILL): "got fused_cross_entropy with objective distill, which needs the logits",
     (FUSED, LOOKUPS, "stages.k.answer_weight=1"): "got fused_cross_entropy with answer_weight, wh",
-    "training.use_liger_kernel=true": "give fused_cross_entropy: liger",
-    "stages.k.context_parallel_size=0": "context_parallel_size: got 0, expected greater than or equal to 1",
+    "training.use_liger_kernel=true": "give fused_cross_entropy: true",
     (SHARED, *DISTILL): "context_parallel_size 2 with objective distill, expected lm alone",
     (
         SHARED,
@@ -178,22 +162,6 @@ def test_a_bad_setting_is_one_clear_line(recipe_path, setting):
 def test_an_option_may_be_none_where_that_is_its_default(recipe_path):
     recipe = load_recipe(recipe_path, ["training.neftune_noise_alpha=null"])
     assert recipe.training["neftune_noise_alpha"] is None
-
-
-def test_a_mapping_may_be_merged_into_others(recipe_tree, tmp_path):
-    text = yaml.safe_dump({key: part for key, part in recipe_tree.items() if key != "stages"})
-    text += """
-stages:
-  - &first {name: k, train: [t_proj], max_steps: 3, seed: 1_000}
-  - &second {<<: *first, name: qkv, learning_rate: 2e-3}
-  - {<<: *second, name: full, train: all, max_steps: 0x10}
-"""
-    (tmp_path / "r.yaml").write_text(text)
-    recipe = load_recipe(tmp_path / "r.yaml")
-    options = [recipe.options(stage) for stage in recipe.stages]
-    assert [stage.train for stage in recipe.stages] == [["t_proj"], ["t_proj"], "all"]
-    found = [(own["max_steps"], own["learning_rate"], own["seed"]) for own in options]
-    assert found == [(3, 1e-3, 1000), (3, 2e-3, 1000), (16, 2e-3, 1000)]
 
 
 BAD_FILES = {

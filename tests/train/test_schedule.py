@@ -49,16 +49,6 @@ def test_a_bound_that_is_not_given_is_zero(bounds, tmp_path):
     )
 
 
-def test_without_bounds_a_schedule_is_hugging_faces(tmp_path):
-    options = {"learning_rate": 1e-3, "warmup_steps": 3, "max_steps": 9}
-    options["lr_scheduler_type"] = "cosine"
-    steps = np.arange(10)
-    cosine = 0.5 * (1 + np.cos(np.pi * (steps - 3) / 6))
-    np.testing.assert_allclose(
-        rates_of(options, tmp_path), 1e-3 * np.where(steps < 3, steps / 3, cosine), atol=1e-12
-    )
-
-
 def test_a_run_logs_the_rates_of_the_schedule(recipe_path, tmp_path):
     bounds = "training.lr_scheduler_kwargs={start_lr: 1e-5, end_lr: 1e-4}"
     settings = [bounds, "training.warmup_steps=2"]
