@@ -63,6 +63,14 @@ def convert_command(
             "among them."
         ),
     ] = None,
+    log_scale: Annotated[
+        float | None,
+        typer.Option(
+            help="Sharpen the attention of CoCA layers as contexts become longer: a query that sees "
+            "n tokens has its scores times 1 + LOG_SCALE ln(n/64). For a CoCA checkpoint after its "
+            "training, whose layers then stay; 0.05 is what docs/guide.md measures.",
+        ),
+    ] = None,
     constraint: Annotated[
         Literal["slack", "strict"] | None,
         typer.Option(help="Form of CoCA. The default, slack, gave the paper's main results."),
@@ -321,6 +329,8 @@ def _print_conversion(record: dict, dst: str) -> None:
         kept, window = _numbers(record["kept_layers"]), _window_in_words(record)
         _line("original attention", f"kept in layers {kept}{window}")
     _print_partial_rotary(record)
+    if "log_scale" in record:
+        _line("log scale", f"{record['log_scale']:g}")
     _line("start of W_T", record["start"]["rule"])
     if calibration := record.get("calibration"):
         source = "source" if "converted_layers" in record else "original"

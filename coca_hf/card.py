@@ -188,6 +188,7 @@ def _conversion(record: dict, base: str) -> str:
         **({"adapter": f"{record['adapter']['name']}, merged"} if "adapter" in record else {}),
         "form": record["constraint"],
         **({"original attention": f"layers {_numbers(kept)}{over}"} if kept else {}),
+        **({"log scale": f"{record['log_scale']:g}"} if "log_scale" in record else {}),
         **({"every second rotary pair stands still": f"layers {_numbers(still)}"} if still else {}),
         "dtype": record["dtype"],
         "parameters": f"{parameters['before']:,} before, {parameters['after']:,} after",

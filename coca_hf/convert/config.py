@@ -151,6 +151,7 @@ class Form:
     ignored_fields: Collection[str]
     partial_rotary: Collection[int]
     kept_window: int | None = None
+    log_scale: float | None = None
 
     def keeping(self, layers: Collection[int]) -> "Form":
         """The form if calibration chooses these kept `layers`, which rotate every pair."""
@@ -166,7 +167,7 @@ def is_coca(config: Mapping) -> bool:
 def converted_config(
     config: Mapping, form: Form, kept_layers: Sequence[int] | None, where: str
 ) -> CocaConfig:
-    """The configuration to write, without the NTK base that `form` may ask for.
+    """The configuration to write, without the NTK base and the log scale that `form` may ask for.
 
     If `form` asks for one, the layers of a CoCA source do not change. Otherwise, the layers that it
     keeps are converted, except for `kept_layers`. Raises CocaError as `coca_config` does, and if
@@ -181,7 +182,7 @@ def converted_config(
     own = _copied_config(config, where, form.ignored_fields)
     _check_same("--constraint", form.constraint, own.coca_constraint, where)
     partial = sorted(own.coca_partial_rotary_layers)
-    if form.ntk_length:
+    if form.ntk_length or form.log_scale is not None:
         _check_same("--keep-layers", kept, sorted(own.coca_kept_layers), where)
         _check_same("--partial-rotary", sorted(form.partial_rotary) or None, partial, where)
         return own

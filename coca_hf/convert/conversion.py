@@ -69,6 +69,7 @@ def convert_checkpoint(
     keep_layers: Sequence[int] | int | str | None = None,
     partial_rotary: Collection[int] = (),
     keep_window: int | None = None,
+    log_scale: float | None = None,
     revision: str | None = None,
     ignore_fields: Collection[str] = (),
     dry_run: bool = False,
@@ -105,6 +106,8 @@ def convert_checkpoint(
     partial_rotary: numbers of the layers in which every second rotary pair is not rotated and so
         matches contents at any distance (`CocaConfig`); layers that calibration keeps are left out
     keep_window: tokens that kept layers attend to, the query's own included; all by default
+    log_scale: how much CoCA layers sharpen their maps as contexts become longer (`CocaConfig`); a
+        CoCA `src` then keeps its layers
     revision: branch, tag or commit of a hub id
     ignore_fields: fields of config.json that are unknown here and that you declare inert
     dry_run: make every check that precedes the first weight, write nothing, download no weights,
@@ -136,6 +139,7 @@ def convert_checkpoint(
         ignore_fields,
         partial_rotary,
         keep_window,
+        log_scale,
     )
     sources = [src] if adapter is None else [src, os.fspath(adapter)]
     preflight.check_paths(sources, dst)
@@ -292,6 +296,7 @@ def _facts(layout: Layout) -> dict:
         "kept_layers": layout.config.coca_kept_layers,
         **({"kept_window": window} if (window := layout.config.coca_kept_window) else {}),
         "partial_rotary_layers": layout.config.coca_partial_rotary_layers,
+        **({"log_scale": scale} if (scale := layout.config.coca_log_scale) else {}),
         "dtype": str(layout.config.dtype).removeprefix("torch."),
         **_summary(layout),
     }

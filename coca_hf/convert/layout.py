@@ -58,6 +58,8 @@ class Layout:
         shapes, where = source.shapes(), str(source.config_file)
         config = converted_config(source.config, form, kept_layers, where)
         self.config = with_kept_window(config, form.kept_window, where)
+        if form.log_scale is not None:
+            self.config.coca_log_scale = form.log_scale
         self.ntk = bake_ntk_(self.config, form, where) if form.ntk_length else None
         self.from_coca = is_coca(source.config)
         num_layers = self.config.num_hidden_layers

@@ -61,6 +61,7 @@ def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict
         "constraint": config.coca_constraint if is_coca else None,
         "kept_layers": sorted(config.coca_kept_layers) if is_coca else None,
         "kept_window": config.coca_kept_window if is_coca else None,
+        "log_scale": config.coca_log_scale if is_coca else None,
         "partial_rotary_layers": sorted(config.coca_partial_rotary_layers) if is_coca else None,
         "rope": _rope(config),
         "trained_length": trained_length(config),
@@ -91,6 +92,8 @@ def describe(facts: dict[str, Any]) -> str:
     if facts["partial_rotary_layers"]:
         layers = ", ".join(map(str, facts["partial_rotary_layers"]))
         attention += f"; every second rotary pair stands still in layers {layers}"
+    if facts["log_scale"]:
+        attention += f"; log scale {facts['log_scale']:g}"
     trained, longest = facts["trained_length"], facts["max_length"]
     extended = f" (set up for {longest:,})" if trained and longest and longest != trained else ""
     cache = f"{facts['kv_bytes_per_token']:,} bytes per token"

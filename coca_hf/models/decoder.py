@@ -60,6 +60,9 @@ class CocaConfig(PreTrainedConfig):
     `coca_partial_rotary_layers`: numbers of the CoCA layers in which every second rotary pair has
     angle zero and matches content at any distance (`own_angles`).
 
+    `coca_log_scale`: how much CoCA layers sharpen their maps as contexts become longer
+    (`log_factor`); 0: not at all.
+
     List it after the family's own configuration among the bases, so the family's defaults win.
     """
 
@@ -70,6 +73,7 @@ class CocaConfig(PreTrainedConfig):
     coca_kept_layers: list[int] = field(default_factory=list)
     coca_kept_window: int | None = None
     coca_partial_rotary_layers: list[int] = field(default_factory=list)
+    coca_log_scale: float = 0.0
 
     @property
     def head_dim(self) -> int:
@@ -161,6 +165,8 @@ class CocaConfig(PreTrainedConfig):
                 raise ValueError(
                     f"{name} is {layers}, expected different numbers of layers, from 0 to {last}"
                 )
+        if not 0 <= self.coca_log_scale <= 1:
+            raise ValueError(f"coca_log_scale is {self.coca_log_scale}, expected 0 to 1")
         window = self.coca_kept_window
         if window is not None and (window < 1 or not self.coca_kept_layers):
             raise ValueError(

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import repeat_kv
 
-from .attention import QUERY_SCALE, CocaAttention, KeptAttention, own_angles, rotate
+from .attention import QUERY_SCALE, CocaAttention, KeptAttention, log_factor, own_angles, rotate
 
 
 def coca_scores(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
@@ -51,6 +51,8 @@ class ReferenceCocaAttention(CocaAttention):
         position_embeddings,
         attention_mask=None,
         past_key_values=None,
+        *,
+        position_ids,
         **kwargs,
     ):
         if past_key_values is not None:
@@ -63,6 +65,7 @@ class ReferenceCocaAttention(CocaAttention):
         cos, sin = own_angles(self.config, self.layer_idx, cos, sin)
         scores = coca_scores(q, t.relu(), cos, sin, self.config.coca_constraint)
         scores = scores * (self.scaling * QUERY_SCALE)
+        scores = scores * log_factor(position_ids, self.config.coca_log_scale).to(scores.dtype)
         if attention_mask is None:
             future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
             scores = scores.masked_fill(future, torch.finfo(scores.dtype).min)

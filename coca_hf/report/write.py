@@ -122,6 +122,8 @@ def _models(tables: Sequence[Table]) -> Section:
         attention += f" with a window of {window:,} tokens" if window else ""
         still = row.get("coca_partial_rotary_layers")
         attention += f", layers partially rotated: {len(still)}" if still else ""
+        log_scale = row.get("coca_log_scale")
+        attention += f", log scale {log_scale:g}" if log_scale else ""
         seen = f"{row['tokens_seen']:,}" if row["tokens_seen"] is not None else ""
         length = last_trained_length(row)
         lines.append([name, attention, dtype, f"{length:,}" if length else "", seen])
