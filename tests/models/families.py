@@ -16,6 +16,7 @@ from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import coca_hf
+from coca_hf.models import attention
 from coca_hf.models.reference import coca_scores
 
 MENDED_CACHES = pytest.mark.skipif(
@@ -189,10 +190,12 @@ def carry_t_(stock, coca):
     return stock
 
 
-def reference_logits(stock, constraint, ids, mask, partial_rotary=()):
+def reference_logits(stock, constraint, ids, mask, partial_rotary=(), log_scale=0.0):
     """Logits of a stock model whose keys carry coefficients, with CoCA's scores in the place of its
-    own; in the layers `partial_rotary` as if pairs 1, 3, 5, … were all at one position.
+    own; in the layers `partial_rotary` as if pairs 1, 3, 5, … were all at one position. They are
+    multiplied by 1 + log_scale ln(n / LOG_SCALE_FROM) for queries that see n tokens.
     """
+    competing = (mask.cumsum(-1).clamp(min=1) / attention.LOG_SCALE_FROM).clamp(min=1)
     position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
     base = stock.base_model
     first, second = pairs(stock.config)
@@ -220,6 +223,7 @@ def reference_logits(stock, constraint, ids, mask, partial_rotary=()):
             cos, sin = cos.clone(), sin.clone()
             cos[..., 1::2], sin[..., 1::2] = 1.0, 0.0
         scores = coca_scores(q, t, cos, sin, constraint) * scaling
+        scores = scores * (1 + log_scale * competing.log()).view(-1, 1, scores.shape[-2], 1)
         weights = (scores + attention_mask).softmax(-1)
         value = value.repeat_interleave(q.shape[1] // value.shape[1], dim=1)
         return (weights @ value).transpose(1, 2).contiguous(), weights
@@ -236,6 +240,7 @@ def coca_model(
     partial_rotary=(),
     attn_implementation="sdpa",
     keep_window=None,
+    log_scale=0.0,
     **changes,
 ):
     """The CoCA model of a stock model, patched (so with the start), and with other t weights than
@@ -249,6 +254,7 @@ def coca_model(
         if number not in model.config.coca_kept_layers:
             for parameter in layer.self_attn.t_proj.parameters():
                 parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
+    model.config.coca_log_scale = log_scale
     model.set_attn_implementation(attn_implementation)
     return model
 

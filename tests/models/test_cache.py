@@ -50,7 +50,7 @@ def test_forward_and_generate_use_it_unless_another_is_asked_for():
 
 
 # a half-width cache has its angles from layer 0
-KEPT = {"coca_kept_layers": [0], "coca_partial_rotary_layers": [2]}
+KEPT = {"coca_kept_layers": [0], "coca_partial_rotary_layers": [2], "coca_log_scale": 0.3}
 MODES = [
     {"do_sample": False},
     {"num_beams": 3, "num_return_sequences": 2},
