@@ -154,9 +154,9 @@ def _figure(name: str, recoveries: Sequence[Recovery], axis: str, x_label: str) 
     return Figure(
         name=name,
         alt=f"Loss against {x_label}; the table below has its values before and after every stage.",
-        caption=f"How the loss comes back after conversion, against {x_label}: on held-out "
-        f"blocks, and, of no more than {FEW} runs, in training: the mean since the line before, "
-        f"of mixed objectives the part `lm`.{begin}",
+        caption=f"Loss after conversion against {x_label}: on held-out blocks and, if there are at "
+        f"most {FEW} runs, in training, as the mean between two lines of the log; of a mixed "
+        f"objective, its `lm` part.{begin}",
         drawing=Plot(curves, "loss (nats per token)", x_label, **axes),
     )
 
