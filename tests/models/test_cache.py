@@ -66,7 +66,7 @@ MODES = [
 @pytest.mark.parametrize(
     ("attention", "fields"),
     [
-        *(("sdpa", {}), ("coca", {"constraint": "strict"}), ("eager", KEPT)),
+        *(("sdpa", {}), ("coca", {"constraint": "strict", "coca_log_scale": 0.3}), ("eager", KEPT)),
     ],
     ids=["sdpa", "strict-coca", "kept-eager"],
 )
