@@ -325,9 +325,12 @@ def parse_size(text: str, where: str) -> int:
 
 
 def _parse_header(header: bytes) -> dict[str, StoredTensor]:
-    """Raises ValueError for a tensor that comes twice."""
+    """Raises ValueError for a tensor that comes twice, or that is a list, which safetensors reads."""
     entries = parse_json(header[8:])
     entries.pop("__metadata__", None)
+    for name, entry in entries.items():
+        if not isinstance(entry, dict):
+            raise ValueError(f"tensor {name}: got a {type(entry).__name__}, expected an object")
     return {
         name: StoredTensor(
             entry["dtype"],

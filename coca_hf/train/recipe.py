@@ -31,6 +31,7 @@ import functools
 import inspect
 import io
 import typing
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
@@ -665,7 +666,9 @@ def _item(items: list, step: str, override: str) -> Any:
 def _parse(text: str, where: str) -> Any:
     """YAML 1.2, in which 1e-4 is a number, and `no` and 1:30 are words; no key may stand twice."""
     try:
-        return YAML(typ="safe", pure=True).load(text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of several lines, about valid YAML
+            return YAML(typ="safe", pure=True).load(text)
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
@@ -675,12 +678,13 @@ def _parse(text: str, where: str) -> Any:
         raise CocaError(f"{where}: not a recipe: nested too deeply") from None
     except ValueError as error:  # of !!int x, and of numbers with thousands of digits
         raise CocaError(f"{where}: not YAML: {one_line(error)}") from None
-    except (KeyError, AttributeError):  # of !!bool x
+    except (KeyError, AttributeError, IndexError):  # of !!bool x and !!int ''
         raise CocaError(f"{where}: not YAML: a value does not fit its tag") from None
 
 
 def recipe_text(recipe: Recipe) -> str:
     """The YAML that `load_recipe` reads as this recipe."""
-    stream = io.StringIO()
-    YAML().dump(recipe.to_dict(), stream)
+    stream, yaml = io.StringIO(), YAML()
+    yaml.allow_unicode = False  # escapes U+0085, which would be read as a blank
+    yaml.dump(recipe.to_dict(), stream)
     return stream.getvalue()

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from coca_hf import CocaError
-from coca_hf.train.recipe import load_recipe
+from coca_hf.train.recipe import load_recipe, recipe_text
 
 
 def test_a_stage_overrides_the_shared_training_options(recipe_path):
@@ -116,6 +116,7 @@ BAD_SETTINGS = {  # or several together
     "training.max_steps=1:30": "max_steps: got '1:30', expected int",
     "stages.k.max_steps=!!int x": "not YAML: invalid literal",
     "training.bf16=!!bool x": "not YAML: a value does not fit its tag",
+    "training.seed=!!int ''": "not YAML: a value does not fit its tag",
     "data.seed=!!timestamp x": "line 1: not YAML: failed to construct timestamp",
     "training.label_smoothing_factor=0.1": "transformers does not shift the labels of models that",
     f"stages.k.train={'[' * 2000}": "nested too deeply",
@@ -194,3 +195,17 @@ def test_a_typo_ends_the_command_with_code_2_and_makes_nothing(
     assert coca_train(recipe_path, "--out", tmp_path / "out", "training.learning_rat=1") == 2
     assert capsys.readouterr().err.startswith("error: ")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_next_line_character_survives_the_recipe_that_is_saved(recipe_path, tmp_path):
+    recipe = load_recipe(recipe_path, [r'training.run_name="a\x85b é"'])
+    (tmp_path / "again.yaml").write_text(recipe_text(recipe), encoding="utf-8")
+    assert load_recipe(tmp_path / "again.yaml").training["run_name"] == "a\x85b é"
+
+
+@pytest.mark.parametrize("text", ["a: &x 1\nb: &x 2", "%YAML 1.1\n---\na: 1e-4"])
+def test_valid_yaml_brings_no_warnings_of_several_lines(tmp_path, recwarn, text):
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(CocaError):
+        load_recipe(tmp_path / "r.yaml")
+    assert not recwarn.list
