@@ -37,7 +37,10 @@ def first_line(error: BaseException) -> str:
 
 def short(value: Any) -> str:
     """A value in a message: its `repr`, shortened if it is long."""
-    return _SHORT.repr(value)
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # an integer with more digits than Python writes
+        return f"a very large {type(value).__name__}"
 
 
 _SHORT = reprlib.Repr()

@@ -57,17 +57,17 @@ def own_angles(config, layer_idx: int, cos: Tensor, sin: Tensor) -> tuple[Tensor
     return cos.masked_fill(still, 1), sin.masked_fill(still, 0)
 
 
-def log_factor(position_ids: Tensor, log_scale: float) -> Tensor:
+def log_factor(position_ids: Tensor, log_scale: float, window: int | None = None) -> Tensor:
     """The factor of a query's scores, `1 + log_scale ln(tokens / 64)`, and 1 up to 64 tokens, where
-    tokens is the number of keys that it sees, `m + 1`.
+    tokens is the number of keys that it sees, `m + 1`, or those of a sliding window.
 
     The more keys compete, the more attention a broad map gives to each of the many that do not
     matter. YaRN, log-n scaling and Llama 4's temperature tuning have factors like it.
 
     position_ids: (b, m). Returns (b, 1, m, 1), float32.
     """
-    tokens = (position_ids + 1)[:, None, :, None] / LOG_SCALE_FROM
-    return 1 + log_scale * tokens.clamp(min=1).log()
+    tokens = (position_ids + 1)[:, None, :, None].clamp(min=1, max=window)
+    return 1 + log_scale * (tokens / LOG_SCALE_FROM).clamp(min=1).log()
 
 
 def _row(first: Tensor, second: Tensor) -> Tensor:
@@ -209,9 +209,10 @@ class CocaAttention(nn.Module):
 
     def sharpened(self, query: Tensor, position_ids: Tensor) -> Tensor:
         """Query (b, h, m, d), multiplied by the `log_factor` of `config.coca_log_scale`."""
-        if not self.config.coca_log_scale:
+        log_scale = self.config.coca_log_scale
+        if not log_scale:
             return query
-        return query * log_factor(position_ids, self.config.coca_log_scale).to(query.dtype)
+        return query * log_factor(position_ids, log_scale, self.sliding_window).to(query.dtype)
 
     def forward(
         self,

@@ -65,7 +65,8 @@ class ReferenceCocaAttention(CocaAttention):
         cos, sin = own_angles(self.config, self.layer_idx, cos, sin)
         scores = coca_scores(q, t.relu(), cos, sin, self.config.coca_constraint)
         scores = scores * (self.scaling * QUERY_SCALE)
-        scores = scores * log_factor(position_ids, self.config.coca_log_scale).to(scores.dtype)
+        factor = log_factor(position_ids, self.config.coca_log_scale, self.sliding_window)
+        scores = scores * factor.to(scores.dtype)
         if attention_mask is None:
             future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
             scores = scores.masked_fill(future, torch.finfo(scores.dtype).min)

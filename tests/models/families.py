@@ -195,7 +195,7 @@ def reference_logits(stock, constraint, ids, mask, partial_rotary=(), log_scale=
     own; in the layers `partial_rotary` as if pairs 1, 3, 5, … were all at one position. They are
     multiplied by 1 + log_scale ln(n / LOG_SCALE_FROM) for queries that see n tokens.
     """
-    competing = (mask.cumsum(-1).clamp(min=1) / attention.LOG_SCALE_FROM).clamp(min=1)
+    seen = mask.cumsum(-1).clamp(min=1)
     position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
     base = stock.base_model
     first, second = pairs(stock.config)
@@ -223,7 +223,9 @@ def reference_logits(stock, constraint, ids, mask, partial_rotary=(), log_scale=
             cos, sin = cos.clone(), sin.clone()
             cos[..., 1::2], sin[..., 1::2] = 1.0, 0.0
         scores = coca_scores(q, t, cos, sin, constraint) * scaling
-        scores = scores * (1 + log_scale * competing.log()).view(-1, 1, scores.shape[-2], 1)
+        keys = seen.clamp(max=kwargs.get("sliding_window") or seen.max())
+        factor = 1 + log_scale * (keys / attention.LOG_SCALE_FROM).clamp(min=1).log()
+        scores = scores * factor.view(-1, 1, scores.shape[-2], 1)
         weights = (scores + attention_mask).softmax(-1)
         value = value.repeat_interleave(q.shape[1] // value.shape[1], dim=1)
         return (weights @ value).transpose(1, 2).contiguous(), weights

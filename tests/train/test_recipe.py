@@ -115,6 +115,7 @@ BAD_SETTINGS = {  # or several together
     "stages.k.name=a/b": "stages.a/b.name: got 'a/b'",
     "training.max_steps=1:30": "max_steps: got '1:30', expected int",
     "stages.k.max_steps=!!int x": "not YAML: invalid literal",
+    f"training.learning_rate=0x{'f' * 5000}": "got a very large int, expected float",
     "training.bf16=!!bool x": "not YAML: a value does not fit its tag",
     "training.seed=!!int ''": "not YAML: a value does not fit its tag",
     "data.seed=!!timestamp x": "line 1: not YAML: failed to construct timestamp",
