@@ -313,10 +313,7 @@ def test_a_long_block_is_helped_by_a_fused_cross_entropy_and_then_by_sharing_it(
             ["training.optim_args=quickly"],
             "stages.k: optim adamw_torch_fused, optim_args 'quickly'",
         ),
-        (
-            ["training.lr_scheduler_type=lineal"],
-            "is not a valid",
-        ),  # says the recipe, or the trainer
+        (["training.lr_scheduler_type=lineal"], "is not a valid"),
         (["training.use_cpu=true"], "stages.k: got use_cpu, but a plan is for GPUs; add training"),
         (["data.skip_positions=65"], "data.skip_positions: got 65, expected at most 64, the pos"),
     ],
