@@ -302,7 +302,7 @@ def _print_plan(plan: dict, dst: str) -> None:
     else:
         kept = f"the layers that calibration finds ({kept})"
     _line("original attention", f"kept in {kept}{_window_in_words(plan)}")
-    _print_partial_rotary(plan)
+    _print_attention(plan)
     if calibration := plan.get("calibration"):
         _line(
             "would calibrate",
@@ -328,9 +328,7 @@ def _print_conversion(record: dict, dst: str) -> None:
     if record["kept_layers"]:
         kept, window = _numbers(record["kept_layers"]), _window_in_words(record)
         _line("original attention", f"kept in layers {kept}{window}")
-    _print_partial_rotary(record)
-    if "log_scale" in record:
-        _line("log scale", f"{record['log_scale']:g}")
+    _print_attention(record)
     _line("start of W_T", record["start"]["rule"])
     if calibration := record.get("calibration"):
         source = "source" if "converted_layers" in record else "original"
@@ -375,9 +373,11 @@ def _window_in_words(facts: dict) -> str:
     return f", over the last {facts['kept_window']:,} tokens" if "kept_window" in facts else ""
 
 
-def _print_partial_rotary(facts: dict) -> None:
+def _print_attention(facts: dict) -> None:
     if layers := facts["partial_rotary_layers"]:
         _line("partial rotation", f"every second pair, in layers {_numbers(layers)}")
+    if "log_scale" in facts:
+        _line("log scale", f"{facts['log_scale']:g}")
 
 
 def _line(label: str, text: str) -> None:

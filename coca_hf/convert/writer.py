@@ -248,9 +248,8 @@ def lock(target: Path) -> Iterator[Staging]:
                 if os.path.lexists(path):
                     _check_plain(path, is_directory=path == directory)
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # the last holder just removed the directory
+            # absent if the last holder has just removed the directory
+            with contextlib.suppress(FileNotFoundError):
                 held.enter_context(locked(file, busy))
                 is_locked = True
         staging.check()

@@ -165,8 +165,6 @@ class CocaConfig(PreTrainedConfig):
                 raise ValueError(
                     f"{name} is {layers}, expected different numbers of layers, from 0 to {last}"
                 )
-        if not 0 <= self.coca_log_scale <= 1:
-            raise ValueError(f"coca_log_scale is {self.coca_log_scale}, expected 0 to 1")
         window = self.coca_kept_window
         if window is not None and (window < 1 or not self.coca_kept_layers):
             raise ValueError(
@@ -178,6 +176,11 @@ class CocaConfig(PreTrainedConfig):
                 f"coca_partial_rotary_layers has {sorted(both)}, which coca_kept_layers has, too; "
                 "expected layers of CoCA"
             )
+
+    def validate_log_scale(self):
+        """Called by `@strict`. Raises ValueError for a log scale that is not from 0 to 1."""
+        if not 0 <= self.coca_log_scale <= 1:
+            raise ValueError(f"coca_log_scale is {self.coca_log_scale}, expected 0 to 1")
 
     def validate_pairs(self):
         """Called by `@strict`. Raises ValueError if the rotated dimensions do not form pairs."""

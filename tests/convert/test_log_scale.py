@@ -20,6 +20,8 @@ def test_a_trained_checkpoint_gets_a_log_scale_and_keeps_its_layers(
     convert_checkpoint(tiny_llama_dir, tmp_path / "coca", "strict", keep_layers=[1])
     printed = converts(tmp_path / "coca", tmp_path / "dst", "--log-scale", "0.3")
     assert "log scale             0.3\n" in printed
+    dry = converts(tmp_path / "coca", tmp_path / "dry", "--log-scale", "0.3", "--dry-run")
+    assert "log scale             0.3\n" in dry
     assert_same_weights(tmp_path / "coca", tmp_path / "dst")
     before, after = (record_of(tmp_path / name, "config.json") for name in ("coca", "dst"))
     assert after == before | {"coca_log_scale": 0.3}
