@@ -240,7 +240,7 @@ class GgufSource(Source):
     """A GGUF file; transformers builds its model in memory, dequantized to float32."""
 
     def __init__(self, file: Path, adapter: Adapter | None = None):
-        import gguf  # noqa: F401  # transformers would name no extra
+        import gguf  # transformers would name no extra
         import transformers
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -250,18 +250,30 @@ class GgufSource(Source):
                 "safetensors checkpoint that the adapter was trained on"
             )
         with library_errors(f"{file}: cannot be read as GGUF"):
-            self._model = AutoModelForCausalLM.from_pretrained(
+            self._model, loading = AutoModelForCausalLM.from_pretrained(
                 file.parent,
                 gguf_file=file.name,
                 quantization_config=transformers.GgufConfig(dequantize=True),
                 dtype=torch.float32,
+                output_loading_info=True,
             )
             self.tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-            passed_over = _passed_over(file)
+            passed_over, found = _passed_over(file), len(gguf.GGUFReader(file).tensors)
         if passed_over:
             raise CocaError(
                 f"{file}: got {passed_over}, which transformers' reader of GGUF passes over "
                 "although it changes the model; expected the original safetensors checkpoint"
+            )
+        if missing := sorted(loading["missing_keys"]):
+            raise CocaError(
+                f"{file}: tensor {missing[0]} is missing, and {len(missing) - 1} more; is the file "
+                "complete, and a plain model of its architecture?"
+            )
+        expected = len(list(self._model.parameters()))
+        if found > expected:  # transformers drops those that it does not know without a word
+            raise CocaError(
+                f"{file}: got {found} tensors, expected the {expected} of a plain "
+                f"{type(self._model).__name__}; convert the original safetensors checkpoint"
             )
         config = self._model.config.to_dict()
         config.pop("quantization_config", None)
@@ -305,6 +317,10 @@ def _passed_over(file: Path) -> str | None:
             value = field.contents()
             if value and value != "none":
                 return f"{name}={value!r}"
+        # without a type, a factor is that of linear scaling
+        scales = (".rope.scaling.factor", ".rope.scale_linear", ".attention.scale")
+        if name.endswith(scales) and (value := field.contents()) not in (0, 1):
+            return f"{name}={value!r}"
     sizes = ("rope.dimension_count", "attention.head_count", "embedding_length")
     rotated, heads, width = (reader.fields.get(f"phi3.{size}") for size in sizes)
     if rotated and heads and width and rotated.contents() * heads.contents() < width.contents():

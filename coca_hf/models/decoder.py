@@ -73,7 +73,7 @@ class CocaConfig(PreTrainedConfig):
     coca_kept_layers: list[int] = field(default_factory=list)
     coca_kept_window: int | None = None
     coca_partial_rotary_layers: list[int] = field(default_factory=list)
-    coca_log_scale: float = 0.0
+    coca_log_scale: int | float = 0.0
 
     @property
     def head_dim(self) -> int:
@@ -116,11 +116,11 @@ class CocaConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """As transformers', which would set the window of `from_pretrained(..., coca_kept_window=N)`
-        too late: `sliding_window` and `layer_types` follow from it.
+        """As transformers', which would set `from_pretrained(..., coca_kept_window=N)` and the like
+        after validation, and after `sliding_window` and `layer_types`, which follow from it.
         """
-        if "coca_kept_window" in kwargs:
-            config_dict = {**config_dict, "coca_kept_window": kwargs["coca_kept_window"]}
+        ours = {name: value for name, value in kwargs.items() if name.startswith("coca_")}
+        config_dict = {**config_dict, **ours}
         return super().from_dict(config_dict, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def model(case, tiny_tokenizer):
     return model
 
 
-def write_gguf(file, model, arch, tokenizer, change=lambda writer: None):
+def write_gguf(file, model, arch, tokenizer, change=lambda writer: None, without=None):
     config = model.config
     writer = gguf.GGUFWriter(file, arch)
     writer.add_name("Any-7B-v0.3")
@@ -74,7 +74,7 @@ def write_gguf(file, model, arch, tokenizer, change=lambda writer: None):
     writer.add_pad_token_id(0)  # Phi-3's default is beyond this vocabulary
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+        if name == without or (name == "lm_head.weight" and config.tie_word_embeddings):
             continue
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
             name.split(".")[-2]
@@ -124,6 +124,7 @@ CHANGES = {
     "llama.rope.scaling.type='yarn'": lambda writer: writer.add_rope_scaling_type(
         gguf.RopeScalingType.YARN
     ),
+    "llama.rope.scaling.factor=4.0": lambda writer: writer.add_rope_scaling_factor(4.0),
     "llama.attention.sliding_window=7": lambda writer: writer.add_sliding_window(7),
     "phi3.rope.dimension_count=6": lambda writer: writer.add_rope_dimension_count(6),
     "": lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.NONE),
@@ -144,3 +145,19 @@ def test_what_transformers_ignores_is_refused_by_name(
     message = rf"model\.gguf: got {re.escape(change)}, which transformers' reader"
     refuses(message, tmp_path / "model.gguf", tmp_path / "dst")
     assert [file.name for file in tmp_path.iterdir()] == ["model.gguf"]
+
+
+@pytest.mark.parametrize("case", ["llama"])
+def test_tensors_that_transformers_makes_up_or_drops_are_refused(
+    case, model, tiny_tokenizer, tmp_path
+):
+    missing = "model.layers.1.mlp.down_proj.weight"
+    write_gguf(tmp_path / "a.gguf", model, case, tiny_tokenizer, without=missing)
+    refuses(rf"tensor {missing} is missing, and 0 more", tmp_path / "a.gguf", tmp_path / "dst")
+
+    def add_norm(writer):
+        writer.add_tensor("blk.0.attn_q_norm.weight", np.ones(8, np.float32))
+
+    write_gguf(tmp_path / "b.gguf", model, case, tiny_tokenizer, add_norm)
+    message = "got 22 tensors, expected the 21 of a plain LlamaForCausalLM"
+    refuses(message, tmp_path / "b.gguf", tmp_path / "dst")

@@ -71,3 +71,19 @@ def test_layers_cannot_change_in_the_same_command(tiny_llama_dir, tmp_path):
     convert_checkpoint(tiny_llama_dir, tmp_path / "coca", keep_layers=[0, 1])
     message = r"--keep-layers: got \[1\], expected \[0, 1\], the source's"
     refuses(message, tmp_path / "coca", tmp_path / "dst", log_scale=0.1, keep_layers=[1])
+
+
+def test_calibration_with_one_is_refused(tiny_llama_dir, tmp_path):
+    """Its fit has no factor, and its positions are not numbers of keys."""
+    (tmp_path / "text.txt").write_text("Now is the winter of our discontent. " * 300)
+    options = {"calibrate_on": str(tmp_path / "text.txt"), "calibrate_tokens": 256}
+    options |= {"calibrate_block": 32, "calibrate_passes": 1, "log_scale": 0.1}
+    refuses("--calibrate: got log scale 0.1", tiny_llama_dir, tmp_path / "dst", **options)
+
+
+def test_what_is_passed_to_from_pretrained_is_checked(tiny_llama_dir, tmp_path):
+    convert_checkpoint(tiny_llama_dir, tmp_path / "coca")
+    for wrong in ({"coca_log_scale": -3.0}, {"coca_partial_rotary_layers": [77]}):
+        with pytest.raises(StrictDataclassClassValidationError):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "coca", **wrong)
+    assert CocaLlamaConfig(coca_log_scale=0).coca_log_scale == 0
