@@ -192,7 +192,8 @@ def _check_numbers(layout: Layout, targets: Iterable[TargetTensor]) -> None:
                 layout.as_stored(target, block)
         else:
             made = initialiser.make(target)
-            if target.module != "t_proj":  # calibration replaces that one
+            is_fitted_later = target.module == "t_proj" and layout.calibrated_from is not None
+            if not is_fitted_later:
                 layout.as_stored(target, made)
 
 

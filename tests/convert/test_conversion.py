@@ -113,6 +113,7 @@ def test_a_dtype_too_narrow_for_the_numbers_is_refused_by_tensor(tmp_path):
         "layers.2.self_attn.t_proj.weight: .* which in float16 are zero or nearly so; expected"
     )
     refuses(message, source, tmp_path / "dst", **half)
+    refuses(message, source, tmp_path / "dst", **half, dry_run=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bfloat16", "src"]
 
 
