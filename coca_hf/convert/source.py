@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
@@ -258,26 +259,25 @@ class GgufSource(Source):
                 output_loading_info=True,
             )
             self.tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-            passed_over, found = _passed_over(file), len(gguf.GGUFReader(file).tensors)
+            reader = gguf.GGUFReader(file)
+            passed_over = _passed_over(reader)
         if passed_over:
             raise CocaError(
                 f"{file}: got {passed_over}, which transformers' reader of GGUF passes over "
                 "although it changes the model; expected the original safetensors checkpoint"
             )
-        if missing := sorted(loading["missing_keys"]):
+        # transformers leaves out tensors that it does not know, and fills in those that are missing
+        made_up, tensors = loading["missing_keys"], self._model.state_dict()
+        parameters = {name for name, _ in self._model.named_parameters()}  # without a tied head
+        found, read = len(reader.tensors), len(parameters - made_up)
+        if found > read:
             raise CocaError(
-                f"{file}: tensor {missing[0]} is missing, and {len(missing) - 1} more; is the file "
-                "complete, and a plain model of its architecture?"
-            )
-        expected = len(list(self._model.parameters()))
-        if found > expected:  # transformers drops those that it does not know without a word
-            raise CocaError(
-                f"{file}: got {found} tensors, expected the {expected} of a plain "
-                f"{type(self._model).__name__}; convert the original safetensors checkpoint"
+                f"{file}: got {found} tensors, of which transformers reads {read}; expected a "
+                f"plain {type(self._model).__name__}; convert the original safetensors checkpoint"
             )
         config = self._model.config.to_dict()
         config.pop("quantization_config", None)
-        weights = LoadedFile(file, self._model.state_dict())
+        weights = LoadedFile(file, {n: tensors[n] for n in tensors if n not in made_up})
         file_of = dict.fromkeys(weights.tensors, weights)
         super().__init__(file.parent, file, config, "gguf", {file.name: weights}, file_of)
 
@@ -304,11 +304,8 @@ def _open_directory(
     return Source(directory, directory / "config.json", config, kind, *opened, commit, adapter)
 
 
-def _passed_over(file: Path) -> str | None:
+def _passed_over(reader: Any) -> str | None:
     """The scaled or partial RoPE or the window that a GGUF file has and transformers ignores."""
-    from gguf import GGUFReader
-
-    reader = GGUFReader(file)
     for tensor in reader.tensors:
         if tensor.name.startswith(("rope_freqs", "rope_factors")):  # LLaMA 3's scaling; longrope's
             return tensor.name

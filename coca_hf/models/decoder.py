@@ -73,7 +73,7 @@ class CocaConfig(PreTrainedConfig):
     coca_kept_layers: list[int] = field(default_factory=list)
     coca_kept_window: int | None = None
     coca_partial_rotary_layers: list[int] = field(default_factory=list)
-    coca_log_scale: int | float = 0.0
+    coca_log_scale: int | float = 0.0  # `@strict` takes no integer for a float
 
     @property
     def head_dim(self) -> int:
@@ -119,9 +119,8 @@ class CocaConfig(PreTrainedConfig):
         """As transformers', which would set `from_pretrained(..., coca_kept_window=N)` and the like
         after validation, and after `sliding_window` and `layer_types`, which follow from it.
         """
-        ours = {name: value for name, value in kwargs.items() if name.startswith("coca_")}
-        config_dict = {**config_dict, **ours}
-        return super().from_dict(config_dict, **kwargs)
+        ours = {name: kwargs.pop(name) for name in CocaConfig.__annotations__ if name in kwargs}
+        return super().from_dict({**config_dict, **ours}, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         """As transformers', without what follows from `coca_kept_window`."""

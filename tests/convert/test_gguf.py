@@ -153,11 +153,13 @@ def test_tensors_that_transformers_makes_up_or_drops_are_refused(
 ):
     missing = "model.layers.1.mlp.down_proj.weight"
     write_gguf(tmp_path / "a.gguf", model, case, tiny_tokenizer, without=missing)
-    refuses(rf"tensor {missing} is missing, and 0 more", tmp_path / "a.gguf", tmp_path / "dst")
+    refuses(
+        rf"tensor {missing} is missing; is the checkpoint", tmp_path / "a.gguf", tmp_path / "dst"
+    )
 
     def add_norm(writer):
         writer.add_tensor("blk.0.attn_q_norm.weight", np.ones(8, np.float32))
 
     write_gguf(tmp_path / "b.gguf", model, case, tiny_tokenizer, add_norm)
-    message = "got 22 tensors, expected the 21 of a plain LlamaForCausalLM"
+    message = "got 22 tensors, of which transformers reads 21; expected a plain LlamaForCausalLM"
     refuses(message, tmp_path / "b.gguf", tmp_path / "dst")

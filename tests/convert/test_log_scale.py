@@ -86,4 +86,6 @@ def test_what_is_passed_to_from_pretrained_is_checked(tiny_llama_dir, tmp_path):
     for wrong in ({"coca_log_scale": -3.0}, {"coca_partial_rotary_layers": [77]}):
         with pytest.raises(StrictDataclassClassValidationError):
             AutoModelForCausalLM.from_pretrained(tmp_path / "coca", **wrong)
+    with pytest.raises(TypeError, match="coca_log_scal"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "coca", coca_log_scal=0.1)
     assert CocaLlamaConfig(coca_log_scale=0).coca_log_scale == 0
