@@ -277,6 +277,7 @@ def _harmed_most(option: str, count: int, out: Path) -> list[int]:
 
 
 def _print_plan(plan: dict, dst: str) -> None:
+    from coca_hf.card import kept_in_words
     from coca_hf.convert.calibration import in_words
     from coca_hf.files import size_in_words
 
@@ -297,11 +298,9 @@ def _print_plan(plan: dict, dst: str) -> None:
     _line("would write", f"{form}, {files(plan['written'])}; {free} free")
     _line("would take", needs(plan, "from the time to read the weights"))
     _print_layers_and_sizes(plan)
-    if isinstance(kept, list):
-        kept = f"layers {_numbers(kept)}" if kept else "no layer"
-    else:
-        kept = f"the layers that calibration finds ({kept})"
-    _line("original attention", f"kept in {kept}{_window_in_words(plan)}")
+    uncounted = "; the sizes above count none of them" if kept == "auto" else ""
+    words = kept_in_words(plan) + uncounted if kept else "no layer"
+    _line("original attention", f"kept in {words}")
     _print_attention(plan)
     if calibration := plan.get("calibration"):
         _line(
@@ -320,32 +319,26 @@ def _print_plan(plan: dict, dst: str) -> None:
 
 
 def _print_conversion(record: dict, dst: str) -> None:
+    from coca_hf.card import kept_in_words
+
     shares = record["trainable_fraction"]
     console.print(f"{dst}: {record['constraint']}, {record['dtype']}")
     _print_layers_and_sizes(record)
     k, qkv, full = f"{shares['k']:.1%}", f"{shares['qkv']:.1%}", f"{shares['full']:.0%}"
     _line("trained per stage", f"k {k}, qkv {qkv}, full {full}")
     if record["kept_layers"]:
-        kept, window = _numbers(record["kept_layers"]), _window_in_words(record)
-        _line("original attention", f"kept in layers {kept}{window}")
+        _line("original attention", f"kept in {kept_in_words(record)}")
     _print_attention(record)
     _line("start of W_T", record["start"]["rule"])
     if calibration := record.get("calibration"):
         source = "source" if "converted_layers" in record else "original"
         perplexity = calibration["perplexity"]
+        base = ", all with the base from before" if "rope" in record else ""
         _line(
             "calibrated",
             f"perplexity on {calibration['held_out_tokens']:,} held-out tokens: "
             f"{perplexity['start']:,.4g} before, {perplexity['calibrated']:,.4g} after, "
-            f"{perplexity['original']:,.4g} of the {source}; {calibration['seconds']:,.0f} s",
-        )
-    if rope := record.get("rope"):
-        base = rope["rope_theta"]
-        _line(
-            "RoPE",
-            f"base {base['after']:,.0f} for {rope['ntk_length']:,} tokens, made from "
-            f"{base['before']:,.0f} for {rope['trained_length']:,} by dynamic NTK, factor "
-            f"{rope['factor']:g}",
+            f"{perplexity['original']:,.4g} of the {source}{base}; {calibration['seconds']:,.0f} s",
         )
     if record.get("fix_mistral_regex") is False:
         _line(
@@ -361,28 +354,26 @@ def _print_conversion(record: dict, dst: str) -> None:
 
 
 def _print_layers_and_sizes(facts: dict) -> None:
+    from coca_hf.card import numbers
+
     parameters, cache = facts["parameters"], facts["kv_cache_bytes_per_token"]
     if layers := facts.get("converted_layers"):
-        _line("converts", f"layers {_numbers(layers)}, no others")
+        _line("converts", f"layers {numbers(layers)}, no others")
     _line("parameters", f"{parameters['before']:,} before, {parameters['after']:,} after")
     before, after = f"{cache['before']:,}", f"{cache['after']:,}"
     _line("key/value cache", f"{before} bytes per token before, {after} after")
 
 
-def _window_in_words(facts: dict) -> str:
-    return f", over the last {facts['kept_window']:,} tokens" if "kept_window" in facts else ""
-
-
 def _print_attention(facts: dict) -> None:
+    from coca_hf.card import base_in_words, numbers
+
     if layers := facts["partial_rotary_layers"]:
-        _line("partial rotation", f"every second pair, in layers {_numbers(layers)}")
+        _line("partial rotation", f"every second pair, in layers {numbers(layers)}")
     if "log_scale" in facts:
         _line("log scale", f"{facts['log_scale']:g}")
+    if "rope" in facts:
+        _line("RoPE", base_in_words(facts["rope"]))
 
 
 def _line(label: str, text: str) -> None:
     console.print(f"  {label:<21} {text}")
-
-
-def _numbers(layers: list[int]) -> str:
-    return ", ".join(map(str, layers))

@@ -1,6 +1,7 @@
 """The model card: README.md beside the weights, written from the records there."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def _card(
 
 def _lead(conversion: dict, stages: list[dict], base: str) -> str:
     kept = conversion.get("kept_layers")
-    instead = "in place of its own" + (f" in all layers but {_numbers(kept)}" if kept else "")
+    instead = "in place of its own" + (f" in all layers but {numbers(kept)}" if kept else "")
     lines = [
         f"{escape(base)} with Collinear Constrained Attention "
         f"([CoCA](https://arxiv.org/abs/2309.08646), the {conversion['constraint']} form) "
@@ -162,7 +163,7 @@ def _lead(conversion: dict, stages: list[dict], base: str) -> str:
             before = conversion["stages_before"]
             untrained = "; they are not trained yet" if before == len(stages) else ""
             lines.append(
-                f"Layers {_numbers(later)} kept the original's attention until they were converted "
+                f"Layers {numbers(later)} kept the original's attention until they were converted "
                 f"after {before} of the stages below{untrained}."
             )
     else:
@@ -173,37 +174,71 @@ def _lead(conversion: dict, stages: list[dict], base: str) -> str:
 
 
 def _conversion(record: dict, base: str) -> str:
-    parameters, kept = record["parameters"], record.get("kept_layers")
-    still, later = record.get("partial_rotary_layers"), record.get("converted_layers")
-    over = f", last {record['kept_window']:,} tokens" if "kept_window" in record else ""
-    source = Path(record["source"]).name if record.get("earlier") else base
-    imitated = (
-        f"the attention of layers {_numbers(later)} in the source"
-        if later
-        else "the original's attention"
-    )
+    """A list: what the last conversion did, and what earlier ones fitted and rotated otherwise."""
+    parameters, later = record["parameters"], record.get("converted_layers")
+    still, earlier = record.get("partial_rotary_layers"), record.get("earlier", [])
+    source = Path(record["source"]).name if earlier else base
     lines = {
         "source": f"{source}, {record['source_format']}",
-        **({"converted": f"layers {_numbers(later)}, which the source kept"} if later else {}),
+        **({"converted": f"layers {numbers(later)}, which the source kept"} if later else {}),
         **({"adapter": f"{record['adapter']['name']}, merged"} if "adapter" in record else {}),
         "form": record["constraint"],
-        **({"original attention": f"layers {_numbers(kept)}{over}"} if kept else {}),
+        **({"original attention": kept_in_words(record)} if record.get("kept_layers") else {}),
         **({"log scale": f"{record['log_scale']:g}"} if "log_scale" in record else {}),
-        **({"every second rotary pair stands still": f"layers {_numbers(still)}"} if still else {}),
+        **({"every second rotary pair stands still": f"layers {numbers(still)}"} if still else {}),
         "dtype": record["dtype"],
         "parameters": f"{parameters['before']:,} before, {parameters['after']:,} after",
         "start of W_T": record["start"]["rule"],
         "date": record["date"],
     }
-    if calibration := record.get("calibration"):
-        perplexity = calibration["perplexity"]
-        lines["calibration"] = (
-            f"W_Q and W_T fitted to {imitated} on {calibration['tokens']:,} tokens "
-            f"of text and on repeated passages; perplexity on {calibration['held_out_tokens']:,} "
-            f"others {perplexity['start']:.4g} before, {perplexity['calibrated']:.4g} after, "
-            f"{perplexity['original']:.4g} of the {'source' if later else 'original'}"
-        )
-    return "\n".join(f"- {key}: {escape(value)}" for key, value in lines.items())
+    items = list(lines.items())
+    for conversion in (*earlier, record):
+        if rope := conversion.get("rope"):
+            items.append(("RoPE", base_in_words(rope)))
+        if calibration := conversion.get("calibration"):
+            items.append(("calibration", _calibration(calibration, conversion)))
+    return "\n".join(f"- {key}: {escape(value)}" for key, value in items)
+
+
+def _calibration(calibration: dict, conversion: dict) -> str:
+    later, perplexity = conversion.get("converted_layers"), calibration["perplexity"]
+    imitated = (
+        f"the attention of layers {numbers(later)} in the source"
+        if later
+        else "the original's attention"
+    )
+    return (
+        f"W_Q and W_T fitted to {imitated} on {calibration['tokens']:,} tokens "
+        f"of text and on repeated passages; perplexity on {calibration['held_out_tokens']:,} "
+        f"others {perplexity['start']:.4g} before, {perplexity['calibrated']:.4g} after, "
+        f"{perplexity['original']:.4g} of the {'source' if later else 'original'}"
+        + (", all with the base from before" if "rope" in conversion else "")
+    )
+
+
+def kept_in_words(facts: dict) -> str:
+    """The layers that keep the original's attention, and their window, from a record or a plan of
+    conversion, or from `inspect_checkpoint`'s facts.
+    """
+    kept, window = facts["kept_layers"], facts.get("kept_window")
+    if isinstance(kept, list):
+        words, windowed = f"layers {numbers(kept)}", facts.get("windowed_layers", kept)
+    else:  # a number or `auto`, before calibration
+        words, windowed = f"the layers that calibration finds ({kept})", kept
+    if not window:
+        return words
+    some = "" if windowed == kept else f"of which {numbers(windowed)} "
+    return f"{words}, {some}over the last {window:,} tokens"
+
+
+def base_in_words(rope: dict) -> str:
+    """The NTK base that a conversion wrote, from its record or plan."""
+    base = rope["rope_theta"]
+    return (
+        f"base {base['after']:,.0f} for {rope['ntk_length']:,} tokens, made from "
+        f"{base['before']:,.0f} for {rope['trained_length']:,} by dynamic NTK, factor "
+        f"{rope['factor']:g}"
+    )
 
 
 def _training(stages: list[dict]) -> str:
@@ -249,5 +284,5 @@ def _front_matter(directory: Path) -> dict:
         return {}
 
 
-def _numbers(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))
+def numbers(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers))

@@ -153,10 +153,10 @@ class Form:
     kept_window: int | None = None
     log_scale: float | None = None
 
-    def keeping(self, layers: Collection[int]) -> "Form":
+    def keeping(self, layers: Collection[int], window: int | None) -> "Form":
         """The form if calibration chooses these kept `layers`, which rotate every pair."""
         partial_rotary = [layer for layer in self.partial_rotary if layer not in layers]
-        return dataclasses.replace(self, partial_rotary=partial_rotary)
+        return dataclasses.replace(self, partial_rotary=partial_rotary, kept_window=window)
 
 
 def is_coca(config: Mapping) -> bool:
@@ -274,7 +274,8 @@ def check_kept_window(
 def with_kept_window(config: CocaConfig, window: int | None, where: str) -> CocaConfig:
     """`config`, whose kept layers, if it has any, attend to the last `window` tokens.
 
-    Raises CocaError if the family's own windows are in use, which kept layers keep.
+    Raises CocaError if the family's own windows are in use, which kept layers keep, or if none of
+    the kept layers has a rotary embedding (SmolLM3).
     """
     if window is None or not config.coca_kept_layers:
         return config
@@ -283,7 +284,13 @@ def with_kept_window(config: CocaConfig, window: int | None, where: str) -> Coca
             f"{where}: --keep-window: got {window}, but the model has windows of its own, "
             f"{config.sliding_window:,} tokens; kept layers keep those"
         )
-    return type(config).from_dict(config.to_dict() | {"coca_kept_window": window})
+    windowed = type(config).from_dict(config.to_dict() | {"coca_kept_window": window})
+    if not windowed.windowed_layers():
+        raise CocaError(
+            f"{where}: --keep-window: got {window} for layers {config.coca_kept_layers}, which have "
+            "no rotary embedding and attend to all tokens; expected other kept layers as well"
+        )
+    return windowed
 
 
 def bake_ntk_(config: CocaConfig, form: Form, where: str) -> dict:

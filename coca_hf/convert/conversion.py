@@ -138,7 +138,7 @@ def convert_checkpoint(
         released,
         ignore_fields,
         partial_rotary,
-        keep_window,
+        None if ranks_layers else keep_window,
         log_scale,
     )
     sources = [src] if adapter is None else [src, os.fspath(adapter)]
@@ -179,23 +179,31 @@ def convert_checkpoint(
             place = calibrate_on, column, split, subset, commit_of(calibrate_on), True
             amounts = calibrate_tokens, calibrate_block, calibrate_passes
             calibration = Calibration(layout, place, *amounts, device, seed, ranks_layers)
-        preflight.check_room(layout, target, *(calibration.needs[1:] if calibration else ()))
+
+        def keeping(kept: Sequence[int]) -> Layout:
+            return Layout(source, form.keeping(kept, keep_window), kept)
+
+        expected, possible = layout, [layout]
+        if isinstance(keep_layers, (int, str)):  # which layers they are does not change the sizes
+            expected = keeping(layout.converted[: 0 if keep_layers == "auto" else int(keep_layers)])
+            possible.append(keeping(range(layout.config.num_hidden_layers)))
+        preflight.check_room(expected, target, *(calibration.needs[1:] if calibration else ()))
         tokenizer = _begin(staging, layout, calibration)
         numbers_are_here, began = has_numbers(source, scratch), time.perf_counter()
         if (calibration or dry_run) and numbers_are_here:
-            preflight.check_numbers(layout, ranks_layers)
+            preflight.check_numbers(possible)
         if dry_run:
             seconds = time.perf_counter() - began if numbers_are_here else None
-            plan = _plan(layout, calibration, target, seconds)
+            plan = _plan(expected, calibration, target, seconds)
             if ranks_layers:
-                plan["kept_layers"] = keep_layers
-            if keep_window:
+                plan |= {"kept_layers": keep_layers, "partial_rotary_layers": list(partial_rotary)}
+            if ranks_layers and keep_window:
                 plan["kept_window"] = keep_window
             return plan
         if calibration:
             if isinstance(keep_layers, (int, str)):
                 kept = calibration.most_harmful(layout, keep_layers, staging.calibrated, report)
-                layout = Layout(source, form.keeping(kept), kept)
+                layout = keeping(kept)
                 tokenizer = _begin(staging, layout, calibration)
             calibration.run(layout, staging.calibrated, report)
         WeightsWriter(layout, staging, progress or (lambda done, total: None)).write()
@@ -270,7 +278,6 @@ def _record(
         "base": base,
         "architecture": coca_class(layout.config).__name__,
         "start": _initialisation(layout, finished),
-        "rope": layout.ntk,
         "fix_mistral_regex": False if needs_mending else None,
         "versions": versions("coca-hf", "transformers", "torch", "safetensors"),
         "date": now(),
@@ -295,8 +302,10 @@ def _facts(layout: Layout) -> dict:
         **({"converted_layers": layout.converted} if layout.from_coca else {}),
         "kept_layers": layout.config.coca_kept_layers,
         **({"kept_window": window} if (window := layout.config.coca_kept_window) else {}),
+        **({"windowed_layers": layout.config.windowed_layers()} if window else {}),
         "partial_rotary_layers": layout.config.coca_partial_rotary_layers,
         **({"log_scale": scale} if (scale := layout.config.coca_log_scale) else {}),
+        **({"rope": layout.ntk} if layout.ntk else {}),
         "dtype": str(layout.config.dtype).removeprefix("torch."),
         **_summary(layout),
     }

@@ -1,5 +1,6 @@
 """Make a model in memory a CoCA model, and back: `patch_`, `unpatch_`."""
 
+import copy
 from collections.abc import Collection, Iterable
 
 import torch
@@ -82,7 +83,7 @@ def patch_(
     config._attn_implementation = model.config._attn_implementation
     source = dict(model.named_parameters())
     shapes = {name: tuple(p.shape) for name, p in source.items()}
-    untie_(config, shapes, lambda first, second: torch.equal(source[first], source[second]))
+    untie_(config, shapes, are_equal=lambda embeddings, head: False)  # a tied head has no name
     family, every_layer = FAMILIES[model.config.model_type], range(config.num_hidden_layers)
     targets, _ = check_tensors(shapes, config, family, every_layer, where="patch_")
     initialiser = Initialiser(config, targets, lambda name: source[name].cpu(), where="patch_")
@@ -145,7 +146,11 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
 
 
 def _check_movable(model: PreTrainedModel) -> None:
-    """Raise CocaError for what `patch_` would lose: hooks, compiled code, weights elsewhere."""
+    """Raise CocaError for what `patch_` would lose: hooks, compiled code, weights elsewhere, and
+    attentions and MLPs other than the family's own.
+    """
+    with torch.device("meta"):
+        stock = dict(type(model)(copy.deepcopy(model.config)).named_modules())
     for name, parameter in model.named_parameters():
         if type(parameter.data) is not torch.Tensor or parameter.is_meta:
             raise CocaError(
@@ -163,4 +168,12 @@ def _check_movable(model: PreTrainedModel) -> None:
             raise CocaError(
                 f"patch_: {name or 'the model'} is compiled or has hooks or a forward of its own, "
                 "which would be lost; patch_ first, with the model on one device"
+            )
+        if name in stock and type(module) is not type(stock[name]):
+            got, expected = (
+                f"{t.__module__}.{t.__name__}" for t in map(type, (module, stock[name]))
+            )
+            raise CocaError(
+                f"patch_: {name} is a {got}, expected {expected}; what it computes would be lost, "
+                "so patch_ first"
             )

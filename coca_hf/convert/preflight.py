@@ -17,7 +17,6 @@ from huggingface_hub import HfApi
 from huggingface_hub.utils import validate_repo_id
 
 from coca_hf.convert.config import Form
-from coca_hf.convert.initialise import TargetTensor
 from coca_hf.convert.layout import DTYPES, Layout
 from coca_hf.convert.source import COMPANIONS
 from coca_hf.convert.writer import Staging, staging_directory
@@ -133,11 +132,12 @@ def check_target(sources: Collection[str], target: Path, overwrite: bool) -> Non
     elif not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").is_file()):
         problem = "--overwrite only replaces checkpoints, directories with a config.json"
     else:
-        ours = {Path(name).parts[0] for name in COMPANIONS} | {".cache", "__pycache__"}
-        directories = sorted(entry.name for entry in target.iterdir() if entry.is_dir())
-        if foreign := [name for name in directories if name not in ours]:
+        caches = target / ".cache", target / "__pycache__"
+        ours = {path for pattern in COMPANIONS for path in target.glob(pattern)}
+        below = [path for path in sorted(target.glob("*/*")) if path.parent not in caches]
+        if foreign := [path.relative_to(target) for path in below if path not in ours]:
             problem = (
-                f"--overwrite would delete the directory {foreign[0]}, which is no part of a "
+                f"--overwrite would delete {foreign[0]}, which is no part of a "
                 "checkpoint; move it away, or choose another destination"
             )
     if problem:
@@ -171,30 +171,27 @@ def check_room(layout: Layout, target: Path, states: int = 0, layers: int = 0) -
         )
 
 
-def check_numbers(layout: Layout, any_layer_may_stay: bool) -> None:
-    """Raise CocaError for what writing would refuse, before layers are calibrated for hours.
+def check_numbers(layouts: Iterable[Layout]) -> None:
+    """Raise CocaError for what writing one of `layouts` would refuse, before layers are calibrated
+    for hours.
 
     Only what calibration itself makes of W_Q and W_T is still unknown.
     """
-    _check_numbers(layout, layout.targets)
-    if any_layer_may_stay:
-        every_layer = range(layout.config.num_hidden_layers)
-        kept = Layout(layout.source, layout.form.keeping(every_layer), every_layer)
-        known = {target.name for target in layout.targets}
-        _check_numbers(kept, [target for target in kept.targets if target.name not in known])
-
-
-def _check_numbers(layout: Layout, targets: Iterable[TargetTensor]) -> None:
-    initialiser = layout.initialiser(layout.source.read)
-    for target in targets:
-        if layout.is_copied(target):
-            for block in layout.source.blocks(target.source):
-                layout.as_stored(target, block)
-        else:
-            made = initialiser.make(target)
-            is_fitted_later = target.module == "t_proj" and layout.calibrated_from is not None
-            if not is_fitted_later:
-                layout.as_stored(target, made)
+    known = set[str]()
+    for layout in layouts:
+        initialiser = layout.initialiser(layout.source.read)
+        for target in layout.targets:
+            if target.name in known:
+                continue
+            known.add(target.name)
+            if layout.is_copied(target):
+                for block in layout.source.blocks(target.source):
+                    layout.as_stored(target, block)
+            else:
+                made = initialiser.make(target)
+                is_fitted_later = target.module == "t_proj" and layout.calibrated_from is not None
+                if not is_fitted_later:
+                    layout.as_stored(target, made)
 
 
 def check_repository(repository: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from coca_hf.card import kept_in_words, numbers
 from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.loaded_model import trained_length
 from coca_hf.models.decoder import CocaConfig
@@ -61,6 +62,7 @@ def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict
         "constraint": config.coca_constraint if is_coca else None,
         "kept_layers": sorted(config.coca_kept_layers) if is_coca else None,
         "kept_window": config.coca_kept_window if is_coca else None,
+        "windowed_layers": config.windowed_layers() if is_coca else None,
         "log_scale": config.coca_log_scale if is_coca else None,
         "partial_rotary_layers": sorted(config.coca_partial_rotary_layers) if is_coca else None,
         "rope": _rope(config),
@@ -86,11 +88,9 @@ def describe(facts: dict[str, Any]) -> str:
     """`inspect_checkpoint`'s facts as lines for a person."""
     attention = f"CoCA, {facts['constraint']}" if facts["constraint"] else "plain"
     if facts["kept_layers"]:
-        attention += f"; the original's in layers {', '.join(map(str, facts['kept_layers']))}"
-        if facts["kept_window"]:
-            attention += f", over the last {facts['kept_window']:,} tokens"
+        attention += f"; the original's in {kept_in_words(facts)}"
     if facts["partial_rotary_layers"]:
-        layers = ", ".join(map(str, facts["partial_rotary_layers"]))
+        layers = numbers(facts["partial_rotary_layers"])
         attention += f"; every second rotary pair stands still in layers {layers}"
     if facts["log_scale"]:
         attention += f"; log scale {facts['log_scale']:g}"

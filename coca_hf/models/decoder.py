@@ -55,7 +55,8 @@ class CocaConfig(PreTrainedConfig):
 
     `coca_kept_window`: tokens that a kept layer attends to, the query's own included; None for all
     of them. `sliding_window` and `layer_types`, which caches, masks and vLLM read, follow from it,
-    so a model cannot have windows of its own beside it.
+    so a model cannot have windows of its own beside it, and another one is given to
+    `from_pretrained` instead of being set here.
 
     `coca_partial_rotary_layers`: numbers of the CoCA layers in which every second rotary pair has
     angle zero and matches content at any distance (`own_angles`).
@@ -88,10 +89,9 @@ class CocaConfig(PreTrainedConfig):
         if self.coca_kept_layers:
             self.base_model_tp_plan = kept_plan(self.base_model_tp_plan)  # type: ignore[has-type]
         if self.coca_kept_window is not None:
-            types = [
-                "sliding_attention" if self.has_kept_window(layer) else "full_attention"
-                for layer in range(self.num_hidden_layers)
-            ]
+            types = ["full_attention"] * self.num_hidden_layers
+            for layer in self.windowed_layers():
+                types[layer] = "sliding_attention"
             # A copy of such a config has these types already
             if "sliding_attention" in (own := layer_types(self)) and own != types:
                 raise ValueError(
@@ -111,8 +111,9 @@ class CocaConfig(PreTrainedConfig):
             "AutoModelForTokenClassification": f"{file}.{family}ForTokenClassification",
         }
 
-    def has_kept_window(self, layer: int) -> bool:
-        return self.coca_kept_window is not None and layer in self.coca_kept_layers
+    def windowed_layers(self) -> list[int]:
+        """Numbers of the kept layers that `coca_kept_window` applies to."""
+        return sorted(self.coca_kept_layers) if self.coca_kept_window is not None else []
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
@@ -155,7 +156,7 @@ class CocaConfig(PreTrainedConfig):
     def validate_layers(self):
         """Called by `@strict`. Raises ValueError for layers that do not exist, that are named
         twice, or that are both kept and partially rotated, and for a window of no tokens or no
-        layers.
+        layers, or one that was set after `sliding_window` had followed from another.
         """
         last = self.num_hidden_layers - 1
         for name in ("coca_kept_layers", "coca_partial_rotary_layers"):
@@ -169,6 +170,11 @@ class CocaConfig(PreTrainedConfig):
             raise ValueError(
                 f"coca_kept_window is {window} beside coca_kept_layers {self.coca_kept_layers}, "
                 "expected at least 1 token, and layers that are kept"
+            )
+        if window is not None and self.sliding_window != window:
+            raise ValueError(
+                f"coca_kept_window is {window}, but sliding_window, which follows from it, is "
+                f"{self.sliding_window}; pass coca_kept_window to from_pretrained"
             )
         if both := {*self.coca_kept_layers} & {*self.coca_partial_rotary_layers}:
             raise ValueError(
@@ -253,6 +259,7 @@ class CocaModel(CocaPreTrainedModel):
     layer_class: type[GradientCheckpointingLayer]
 
     def __init__(self, config: CocaConfig):
+        config.validate_layers()  # they may have been set since it was made
         super().__init__(config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size

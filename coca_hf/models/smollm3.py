@@ -34,9 +34,9 @@ class CocaSmolLM3Config(SmolLM3Config, CocaConfig):
         if self.coca_kept_layers:
             self.base_model_tp_plan = kept_plan(self.base_model_tp_plan)
 
-    def has_kept_window(self, layer: int) -> bool:
+    def windowed_layers(self) -> list[int]:
         """Layers without rotary embedding meet no angle that they were not trained for."""
-        return super().has_kept_window(layer) and bool(self.no_rope_layers[layer])
+        return [layer for layer in super().windowed_layers() if self.no_rope_layers[layer]]
 
 
 class KeptSmolLM3Attention(KeptAttention):

@@ -282,15 +282,17 @@ def test_a_source_in_the_staging_directory_of_its_destination_is_refused(
     assert files_of(interrupted) == before
 
 
-@pytest.mark.parametrize("directory", [".git", "runs"])
-def test_overwrite_deletes_no_directory_that_is_no_part_of_a_checkpoint(
+@pytest.mark.parametrize("directory", [".git", "runs", "additional_chat_templates"])
+def test_overwrite_deletes_no_file_below_that_is_no_part_of_a_checkpoint(
     directory, tiny_llama_dir, old
 ):
-    (old / directory).mkdir()
-    message = f"--overwrite would delete the directory {directory}, which is no part"
+    file = old / directory / "notes.txt"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("mine")
+    message = f"--overwrite would delete {directory}/notes.txt, which is no part of a checkpoint"
     refuses(message, tiny_llama_dir, old, overwrite=True)
-    assert (old / directory).is_dir()
-    (old / directory).rmdir()
+    assert file.read_text() == "mine"
+    file.unlink()
     convert_checkpoint(tiny_llama_dir, old, overwrite=True)
 
 

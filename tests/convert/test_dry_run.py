@@ -153,6 +153,19 @@ def test_a_calibration_is_planned_with_its_text_and_not_begun(
     )
     assert re.search(planned, printed)
     assert "kept in the layers that calibration finds (2)" in printed
+    fitted = {"calibrate_on": str(text), "calibrate_tokens": 256, "calibrate_block": 32}
+    named, number, auto = (
+        convert_checkpoint(
+            *(tiny_llama_dir, tmp_path / "dst"), keep_layers=layers, dry_run=True, **fitted
+        )
+        for layers in ([0, 2], 2, "auto")
+    )
+    for size in ("parameters", "kv_cache_bytes_per_token", "written", "trainable_fraction"):
+        assert number[size] == named[size] != auto[size]
+    printed = converts(
+        *(tiny_llama_dir, tmp_path / "dst", "--dry-run", *options, "--keep-layers", "auto")
+    )
+    assert "finds (auto); the sizes above count none of them" in printed
     assert files_of(tmp_path) == before
     text.write_text("short")
     refusal(tiny_llama_dir, tmp_path / "dst", "--dry-run", *options)

@@ -322,7 +322,7 @@ def test_the_command_gives_kept_layers_a_window_and_everything_tells_of_it(
     assert record_of(dst)["kept_window"] == 6
     card = (dst / "README.md").read_text()
     assert "in place of its own in all layers but 1, made with" in card
-    assert "- original attention: layers 1, last 6 tokens" in card
+    assert "- original attention: layers 1, over the last 6 tokens" in card
     facts = inspect_checkpoint(dst)
     assert "the original's in layers 1, over the last 6 tokens" in describe(facts)
     assert facts["kv_bytes_fixed"] > 0
@@ -354,6 +354,26 @@ def test_the_command_gives_kept_layers_a_window_and_everything_tells_of_it(
     )
     assert (len(calibrated["kept_layers"]), calibrated["kept_window"]) == (1, 16)
     assert calibrated["calibration"]["reach"] > 16
+
+
+def test_layers_without_rotary_embedding_are_said_to_have_no_window(
+    converted, tiny_tokenizer, text, tmp_path, converts
+):
+    source, *_ = converted("smollm3")
+    tiny_tokenizer.save_pretrained(source)
+    printed = converts(source, tmp_path / "dst", "--keep-layers", "1,", "--keep-window", "6")
+    words = "layers 1, 2, of which 1 over the last 6 tokens"
+    assert f"kept in {words}" in printed
+    assert f"- original attention: {words}" in (tmp_path / "dst" / "README.md").read_text()
+    assert f"the original's in {words}" in describe(inspect_checkpoint(tmp_path / "dst"))
+    message = r"--keep-window: got 6 for layers \[2\], which have no rotary embedding"
+    refuses(message, source, tmp_path / "other", keep_layers=[2], keep_window=6)
+    text.write_text(",".join(map(str, range(2000))))  # ids within the small vocabulary
+    options = {"calibrate_on": str(text), "calibrate_tokens": 64, "calibrate_block": 16}
+    plan = convert_checkpoint(
+        *(source, tmp_path / "other"), keep_layers=1, keep_window=16, dry_run=True, **options
+    )
+    assert plan["kept_window"] == 16
 
 
 def test_a_window_over_kept_layers_that_cannot_be_is_refused(

@@ -88,6 +88,27 @@ def test_plain_rope_takes_length_over_trained_length_as_factor_or_the_given_one(
     assert (logits(tmp_path / "dst", 256) - expected).abs().max() < 2e-4 * expected.abs().max()
 
 
+def test_a_plan_and_the_cards_of_later_conversions_name_the_base_and_the_calibration(
+    tmp_path, tiny_tokenizer, text, converts
+):
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    saved(tmp_path / "src", rope_parameters=rope, vocab_size=len(tiny_tokenizer))
+    tiny_tokenizer.save_pretrained(tmp_path / "src")
+    base = "made from 10,000 for 64 by dynamic NTK"
+    options = "--ntk-length", "128", "--calibrate", text, "--calibrate-tokens", "64"
+    options += "--calibrate-block", "16", "--calibrate-passes", "1", "--device", "cpu"
+    assert base in converts(tmp_path / "src", tmp_path / "plan", "--dry-run", *options)
+    assert "all with the base from before; " in converts(
+        tmp_path / "src", tmp_path / "dst", *options
+    )
+    convert_checkpoint(tmp_path / "dst", tmp_path / "later", log_scale=0.05)
+    for name in ("dst", "later"):
+        card = (tmp_path / name / "README.md").read_text()
+        assert "fitted to the original's attention on 64 tokens of text" in card
+        assert "all with the base from before" in card
+        assert base in card
+
+
 def test_weights_of_a_coca_source_are_copied_unchanged_in_any_shards(tmp_path):
     saved(tmp_path / "src", tie_word_embeddings=True, attention_bias=True)
     convert_checkpoint(tmp_path / "src", tmp_path / "coca", "strict")

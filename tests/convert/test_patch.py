@@ -14,12 +14,25 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForQuestionAnswering,
 )
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from coca_hf import CocaError, CocaLlamaForCausalLM, patch_, unpatch_
 from coca_hf.convert.config import FAMILIES
 from tests.models.families import CASES, stock_model, tokens
 
 LORA = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"])
+
+
+class OwnMLP(LlamaMLP):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def with_own_mlp(model):
+    own = OwnMLP(model.config)
+    own.load_state_dict(model.model.layers[1].mlp.state_dict())
+    model.model.layers[1].mlp = own
+    return model
 
 
 @pytest.fixture
@@ -69,9 +82,10 @@ def test_another_model_of_the_process_is_left_alone(tiny_llama_dir):
         ),
         (torch.compile, "got OptimizedModule, expected"),
         (lambda model: get_peft_model(model, LORA), "got PeftModelForCausalLM, expected"),
-        (lambda model: inject_adapter_in_model(LORA, model), "q_proj.weight is missing"),
+        (lambda model: inject_adapter_in_model(LORA, model), "q_proj is a peft.tuners.lora"),
+        (with_own_mlp, "mlp is a tests.convert.test_patch.OwnMLP, expected transformers.models"),
     ],
-    ids=["coca", "head", "compiled", "peft", "injected"],
+    ids=["coca", "head", "compiled", "peft", "injected", "subclass"],
 )
 def test_what_is_not_a_plain_llama_is_refused(model, make, message):
     with pytest.raises(CocaError, match=message):
@@ -206,6 +220,14 @@ def test_unpatch_keeps_changes_of_unfused_queries_and_values(case, is_shared):
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight.zero_()
     assert torch.equal(unpatch_(model)(ids).logits, before) != is_shared
+
+
+def test_a_head_with_the_numbers_of_the_embedding_stays_a_parameter_of_its_own(model):
+    model.config.tie_word_embeddings = True
+    model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)
+    patched = patch_(model)
+    assert patched.lm_head.weight is not patched.model.embed_tokens.weight
+    assert not patched.config.tie_word_embeddings
 
 
 def test_unpatch_needs_the_original(model):

@@ -245,6 +245,16 @@ def test_another_window_over_kept_layers_is_an_argument_or_an_edit_and_none_is_f
         assert (again(ids).logits - expected).abs().max() < 1e-5
 
 
+def test_no_model_is_made_or_saved_with_a_window_that_was_set_on_its_config(tmp_path):
+    model = coca_model("llama", keep_layers=[1], keep_window=5)
+    model.config.coca_kept_window = 4
+    message = "coca_kept_window is 4, but sliding_window, which follows from it, is 5"
+    with pytest.raises(Exception, match=message):
+        model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_config(model.config)
+
+
 def test_a_window_over_kept_layers_does_not_replace_the_windows_of_a_model(tmp_path):
     coca_model("mistral-window", keep_layers=[1]).save_pretrained(tmp_path)
     with pytest.raises(Exception, match="coca_kept_window is 5 beside sliding_window 7"):
