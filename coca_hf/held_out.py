@@ -1,9 +1,10 @@
 """Which part of a source is kept out of training and calibration, to measure the loss on it.
 
 Documents are held out by a hash of their text, whatever the seed: every run on a source leaves out
-the same ones, and copies of a document are treated alike. From a large source a hundredth is held
-out. From a small one, the documents of lowest hash are, as few as suffice; if these are more than a
-tenth of its text, as with a single book, the end of every document is held out instead.
+the same ones, and copies of a document are treated alike, also in different sources of a run. From
+a large source a hundredth is held out. From a small one, the documents of lowest hash are, as few
+as suffice; if these are more than a tenth of its text, as with a single book, the end of every
+document is held out instead.
 
 The blocks are passages of at least `DOCUMENTS` documents if the source can spare so many: a single
 document, which may be verse, another language or all tables, says little about the others.

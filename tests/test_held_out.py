@@ -69,6 +69,20 @@ def test_no_trace_of_a_held_out_block_is_ever_trained_on(kind, prepared, tmp_pat
     assert not trained & set().union(*map(grams, held))
 
 
+@pytest.mark.parametrize("weight", [0.01, 1, 100])
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_no_trace_of_a_held_out_block_is_trained_on_from_another_source(
+    kind, weight, prepared, tmp_path
+):
+    first = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, DOCUMENTS[kind])
+    other = make_source(tmp_path / "b.jsonl", string.digits, [40] * 300, weight=weight)
+    with (tmp_path / "b.jsonl").open("a") as file:
+        file.write((tmp_path / "a.jsonl").read_text())
+    blocks = prepared([first, other], 9 * sum(DOCUMENTS[kind]) // SEQ_LEN, held_out_blocks=6)
+    trained = set().union(*map(grams, tokens_of(blocks)))
+    assert not trained & set().union(*map(grams, blocks.held_out))
+
+
 def test_held_out_blocks_are_mixed_by_weight_and_independent_of_the_seed(
     tiny_tokenizer, prepared, tmp_path
 ):

@@ -334,7 +334,7 @@ class Corpus:
                 source |= {"path": None, "files": list(files.items())}
         small = "uint16" if max(self.tokenizer.get_vocab().values()) < 2**16 else "uint32"
         return {
-            "format": 5,
+            "format": 6,
             "sources": described,
             "tokenizer": tokenizer_hash(self.tokenizer),
             "dtypes": ["uint32" if source.synthetic else small for source in self.data.sources],
@@ -485,14 +485,17 @@ class Corpus:
         description.write_text(json.dumps(self.made_of, indent=2) + "\n", encoding="utf-8")
         weights = [source.weight if source.path else 0 for source in self.data.sources]
         counts = shares(weights, self.data.held_out_blocks)
-        rules, blocks = [], []
-        for source, count in zip(self.data.sources, counts, strict=True):
-            read = functools.partial(self._documents, source)
-            rule, of_source = hold_out(read, self.encoder, self.data.seq_len, count)
-            rules.append(tuple(rule))
-            blocks.append(of_source)
-        chosen = {"rules": rules, "held_out_blocks": torch.cat(blocks).numpy()}
-        return {"commits": commits, **chosen, "parts": {}, "sources": {}}
+        found = [
+            hold_out(functools.partial(self._documents, source), self.encoder, self.data.seq_len, n)
+            for source, n in zip(self.data.sources, counts, strict=True)
+        ]
+        # Another source may have a document, too, and must not train on what is held out of this one
+        rule = HeldOut(*map(max, *(rule for rule, _ in found), HeldOut()))
+        held_out = torch.cat([blocks for _, blocks in found]).numpy()
+        return {
+            **{"commits": commits, "rule": rule, "held_out_blocks": held_out},
+            **{"parts": {}, "sources": {}},
+        }
 
     @property
     def _texts(self) -> dict[str, Source]:
@@ -508,7 +511,7 @@ class Corpus:
         packed = {}
         for number, source in self._texts.items():
             read = state["sources"].get(number, {**UNREAD})
-            rule = HeldOut(*state["rules"][int(number)])
+            rule = HeldOut(*state["rule"])
             pieces = batches(self._pieces(source, rule, read["document"], read["character"]))
             packed[number] = _PackedSource(read, pieces, self.encoder, rows[f"source-{number}"])
         return packed
