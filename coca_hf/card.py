@@ -244,7 +244,7 @@ def base_in_words(rope: dict) -> str:
 def _training(stages: list[dict]) -> str:
     """A table with a line per stage, and the data."""
     header = ["stage", "trains", "steps", "tokens", "block length", "learning rate"]
-    header += ["last loss", "seconds", "hardware"]
+    header += ["last loss of the objective", "seconds", "hardware"]
     lines = [
         [
             stage["name"],

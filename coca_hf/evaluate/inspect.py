@@ -97,9 +97,10 @@ def describe(facts: dict[str, Any]) -> str:
     trained, longest = facts["trained_length"], facts["max_length"]
     extended = f" (set up for {longest:,})" if trained and longest and longest != trained else ""
     cache = f"{facts['kv_bytes_per_token']:,} bytes per token"
-    if facts["constraint"]:
-        share = facts["kv_bytes_per_token"] / facts["kv_bytes_per_token_standard"]
-        cache += f", {share:.1%} of a standard cache's {facts['kv_bytes_per_token_standard']:,}"
+    standard = facts["kv_bytes_per_token_standard"]
+    if facts["constraint"] and standard:
+        share = facts["kv_bytes_per_token"] / standard
+        cache += f", {share:.1%} of a standard cache's {standard:,}"
     if facts["kv_bytes_fixed"]:
         cache += f", and {facts['kv_bytes_fixed']:,} bytes for sliding windows"
     gigabytes = facts["weight_bytes"] / 1e9

@@ -235,12 +235,13 @@ def _load_tokenizer(path: str, revision: str, trust_remote_code: bool) -> Any:
 def fingerprint(path: str, commit: str | None, trust_remote_code: bool) -> str:
     """Sixteen hex digits that change with the files of a model or with its commit on the hub.
 
-    They are of the files' names, sizes and times, including those of an adapter's base.
+    They are of the files' names, sizes and times, including those of an adapter's base: weights,
+    configurations, and whatever a tokenizer may be made from.
     """
     directory = Path(path)
     if directory.is_dir():
-        patterns = ["config.json", "adapter_config.json", "*.safetensors", "*.bin", "tokenizer*"]
-        patterns += ["*.py"] * trust_remote_code
+        patterns = ["*config.json", "*.safetensors", "*.bin", "tokenizer*", "vocab.*", "merges.txt"]
+        patterns += ["*.model", "*tokens*.json", "chat_template.*", *["*.py"] * trust_remote_code]
         directories = [directory]
         adapter = directory / "adapter_config.json"
         base = adapter.is_file() and read_json(adapter).get("base_model_name_or_path")

@@ -297,7 +297,9 @@ def _evaluate(
     tasks = manager.load([settings["benchmark"]])
     for task in tasks["tasks"].values():
         own, shots = task.get_config("num_fewshot"), settings["shots"]
-        if own is None or (shots is not None and own != 0):
+        if own == 0 and shots:  # lm-eval would ignore them
+            raise NoValue(f"--shots {shots}: the benchmark's definition has 0; leave it out")
+        if own is None or shots is not None:
             task.set_config(key="num_fewshot", value=shots or 0)
         task.set_fewshot_seed(seed=settings["seed"])
     return evaluate(model, tasks, limit=settings["limit"], bootstrap_iters=0)

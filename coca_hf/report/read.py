@@ -12,6 +12,8 @@ from coca_hf.evaluate.measurements import MEASUREMENTS
 from coca_hf.evaluate.rows import BESIDE, SHARED, fields, label, latest, marked, read_rows
 from coca_hf.evaluate.tables import Table
 
+ROWS = "rows.jsonl"  # in the --out of coca-eval
+
 
 def read_tables(runs: Sequence[Path]) -> list[Table]:
     """The tables of the directories `runs`, in the order of `MEASUREMENTS`.
@@ -63,7 +65,7 @@ def _measured(row: dict) -> tuple:
 
 def _read(run: Path) -> list[dict]:
     """The rows of a directory, checked, with paths in `raw`."""
-    path = run / "rows.jsonl"
+    path = run / ROWS
     if not path.is_file():
         raise CocaError(f"{run}: got no rows.jsonl there, expected the --out of coca-eval")
     rows, _ = read_rows(path)

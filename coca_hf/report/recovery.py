@@ -155,8 +155,8 @@ def _figure(name: str, recoveries: Sequence[Recovery], axis: str, x_label: str) 
         name=name,
         alt=f"Loss against {x_label}; the table below has its values before and after every stage.",
         caption=f"Loss after conversion against {x_label}: on held-out blocks and, if there are at "
-        f"most {FEW} runs, in training, as the mean between two lines of the log; of a mixed "
-        f"objective, its `lm` part.{begin}",
+        f"most {FEW} runs, in training, as the mean between two lines of the log; whatever the "
+        f"objective, the loss on the text.{begin}",
         drawing=Plot(curves, "loss (nats per token)", x_label, **axes),
     )
 

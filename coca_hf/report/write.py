@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from coca_hf.files import replace_text, replacing
 from coca_hf.page import Bullets, Code, Fold, Grid, Part, Section, Text, escape, markdown
 from coca_hf.report.html import html
 from coca_hf.report.plots import draw, to_png
-from coca_hf.report.read import read_tables
+from coca_hf.report.read import ROWS, read_tables
 from coca_hf.report.recovery import read_recovery, recovery
 
 TITLE = "Evaluation"
@@ -28,7 +29,7 @@ def write_report(
 ) -> Path:
     """Write `report.html`, `report.md` and a PNG for each figure, from the rows of `runs`.
 
-    A directory that coca-train wrote gives its recovery curve instead.
+    A directory that coca-train wrote gives its recovery curve, and its rows if it has any.
 
     paper: names of published curves to show, of `PUBLISHED`. title: of the page. Returns the path
     of `report.html`. Every file replaces its predecessor atomically, the HTML last.
@@ -60,7 +61,12 @@ def read_page(runs: Sequence[Path], paper: Sequence[str] = (), title: str = TITL
     for name in paper:
         check_choice("--paper", name, PUBLISHED)
     recoveries = {run: found for run in runs if (found := read_recovery(run))}
-    tables = read_tables([run for run in runs if run not in recoveries])
+    names = Counter(found.name for found in recoveries.values())
+    for run, found in recoveries.items():
+        if names[found.name] > 1:
+            found.name = os.path.relpath(run)
+    with_rows = [run for run in runs if run not in recoveries or (run / ROWS).exists()]
+    tables = read_tables(with_rows)
     for table in tables:
         families = PAPER.get(table.measurement.task, {})
         table.published = {
@@ -160,16 +166,31 @@ def _changed(rows: list[dict]) -> list[str]:
 
 
 def _of_other_texts(tables: Sequence[Table]) -> list[str]:
-    """Notices about tables of models that read different texts under the same names."""
+    """Notices about tables of models that read different texts under the same names, or other
+    tokens of the same text.
+    """
     notices = []
     for table in tables:
-        latest = max(table.rows, key=lambda row: row["date"]).get("text_hash")
-        others = [row for row in table.rows if row.get("text_hash") not in (latest, None)]
-        if latest and others:
-            names = ", ".join(dict.fromkeys(row["model"] for row in others))
+        latest = max(table.rows, key=lambda row: row["date"])
+        with_text = [row for row in table.rows if row.get("text_hash")]
+        if not latest.get("text_hash"):
+            continue
+        where = f"{table.measurement.title}, {table.settings}"
+        other_text = [row for row in with_text if row["text_hash"] != latest["text_hash"]]
+        same_length = [row for row in with_text if row["length"] == latest["length"]]
+        other_tokens = [
+            row for row in same_length if row.get("data_hash") != latest.get("data_hash")
+        ]
+        names = ", ".join(dict.fromkeys(row["model"] for row in other_text or other_tokens))
+        if other_text:
             notices.append(
-                f"{table.measurement.title}, {table.settings}: the text of these documents changed "
-                f"before the latest number; measure {names} again to compare."
+                f"{where}: the text of these documents changed before the latest number; measure "
+                f"{names} again to compare."
+            )
+        elif other_tokens:
+            notices.append(
+                f"{where}: {names} reads other tokens of this text than {latest['model']}; losses "
+                "and perplexities per token cannot be compared."
             )
     return notices
 

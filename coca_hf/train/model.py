@@ -251,9 +251,9 @@ def unfilled_model(
     return model
 
 
-def stage_model(model: PreTrainedModel, stage: Stage) -> nn.Module:
+def stage_model(model: PreTrainedModel, stage: Stage, seed: int = 0) -> nn.Module:
     """`model` as the stage trains it: frozen in place except for what the stage names, or wrapped
-    with its adapters.
+    with its adapters, which `seed` and the name of the stage initialise.
 
     Raises CocaError for a module that the model does not have, and for `lora` without peft.
     """
@@ -288,7 +288,7 @@ def stage_model(model: PreTrainedModel, stage: Stage) -> nn.Module:
     )
     with torch.random.fork_rng(devices=[]):
         # The same in every process, and in a run that resumes
-        torch.manual_seed(zlib.crc32(stage.name.encode()))
+        torch.manual_seed(zlib.crc32(f"{seed} {stage.name}".encode()))
         return get_peft_model(model, config)
 
 

@@ -202,6 +202,7 @@ class Objective:
         if answer_weight:
             self.weights["answers"] = answer_weight * weights.get("lm", 0.0)
         self.answer_weight = answer_weight
+        self._logged = list({"lm": 0.0} | self.weights)  # `lm` for curves that can be compared
         self._teacher = teacher.requires_grad_(False).eval() if teacher else None
         self._sums: Counter[str] = Counter()
         self._calls = 0
@@ -226,19 +227,19 @@ class Objective:
             divergence = distillation_loss(logits, theirs, token_weights)
             losses["distill"] = divergence / accumulated
         self._sums.update(
-            {name: losses[name].detach().item() * accumulated for name in self.weights}
+            {name: losses[name].detach().item() * accumulated for name in self._logged}
         )
         self._calls += 1
         return sum(weight * losses[name] for name, weight in self.weights.items())
 
     def take_means(self) -> dict[str, float]:
-        """Each loss as `loss_<name>`, mean over the steps since the last call and all processes.
+        """Each loss, and that of the text, as `loss_<name>`, mean over the steps since the last call and all processes.
         Every process calls this.
         """
         sums = torch.tensor(
-            [self._sums[name] for name in self.weights], device=PartialState().device
+            [self._sums[name] for name in self._logged], device=PartialState().device
         )
         means = reduce(sums / max(self._calls, 1), "mean").tolist()
         self._sums.clear()
         self._calls = 0
-        return {f"loss_{name}": mean for name, mean in zip(self.weights, means, strict=True)}
+        return {f"loss_{name}": mean for name, mean in zip(self._logged, means, strict=True)}

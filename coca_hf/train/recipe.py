@@ -89,7 +89,7 @@ NOT_SET = {
     ),
     "coca-train deals out the blocks itself, so that every run sees the same ones": (
         "remove_unused_columns ignore_data_skip accelerator_config data_seed length_column_name "
-        "auto_find_batch_size train_sampling_strategy"
+        "auto_find_batch_size train_sampling_strategy dataloader_drop_last"
     ),
     "blocks are read from disk as they are, in no time; leave it out": (
         "dataloader_num_workers dataloader_prefetch_factor dataloader_in_order "
@@ -97,7 +97,8 @@ NOT_SET = {
     ),
     "coca-train only trains; evaluate the result with coca-eval": (
         "eval_* do_* load_best_model_at_end metric_for_best_model greater_is_better "
-        "per_device_eval_batch_size"
+        "per_device_eval_batch_size *_full_eval batch_eval_metrics prediction_loss_only "
+        "label_names"
     ),
     "upload a finished stage's directory yourself, with `hf upload`": "hub_* push_to_hub*",
 }
@@ -439,9 +440,9 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     An override's value is YAML; stages go by name, sources by number (from 0).
 
     Raises CocaError for a file that is not a recipe, an unknown key (naming the nearest known one),
-    a value of the wrong type, and a stage without a length.
+    a value of the wrong type, a stage without a length, and an override that no stage would see.
     """
-    tree = read_tree(Path(path))
+    tree, overrides = read_tree(Path(path)), list(overrides)
     written = copy.deepcopy(tree)
     for override in overrides:
         _override_(tree, override)
@@ -451,6 +452,14 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         raise CocaError(
             f"{path}: {'; '.join(_explain(tree, problem) for problem in error.errors())}"
         ) from None
+    for override in overrides:
+        section, _, key = override.partition("=")[0].partition(".")
+        own = [stage.name for stage in recipe.stages if key.split(".")[0] in stage.training]
+        if section == "training" and len(own) == len(recipe.stages):
+            raise CocaError(
+                f"{override}: changes nothing, because every stage has its own; override "
+                f"stages.{own[0]}.{key} instead"
+            )
     with suppress(ValidationError):  # the overrides may be what completes it
         in_file = Recipe.model_validate(written)
         recipe._batches_in_file = {

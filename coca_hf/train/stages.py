@@ -204,7 +204,7 @@ def _run_stage(recipe: Recipe, stage: ResolvedStage, blocks: Blocks, stop: StopR
         fuse_cross_entropy_(base)
     elif objective is not None:
         chunk_cross_entropy_(base)
-    model = models.stage_model(base, stage.of_recipe)
+    model = models.stage_model(base, stage.of_recipe, arguments.seed)
     trained, total = models.count_parameters(model)
     checkpoint = from_main_process(lambda: last_checkpoint(stage.trainer_dir))
     step, place = _place(checkpoint) if checkpoint else (0, start_place(stage.start_block))

@@ -91,6 +91,9 @@ def test_cache_of_sliding_windows_stops_growing(tmp_path):
     )
     assert facts["longest_context"] is None
     assert "any in 0.0 GB: the cache stops growing" in describe(facts)
+    convert_checkpoint(tmp_path, tmp_path / "coca")
+    cache = "32 bytes per token, and 2,304 bytes for sliding windows"
+    assert cache in describe(inspect_checkpoint(tmp_path / "coca"))
 
 
 def test_longest_context_is_the_last_that_fits(tiny_coca_dir):

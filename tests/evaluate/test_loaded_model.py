@@ -98,10 +98,17 @@ def test_weights_come_in_the_dtype_asked_for(checkpoint, dtype):
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
-def test_the_fingerprint_changes_with_the_weights_only(checkpoint):
+def test_the_fingerprint_changes_with_what_a_model_computes_and_with_nothing_else(checkpoint):
     before = load_model(str(checkpoint)).fingerprint
-    (checkpoint / "rows.jsonl").write_text("{}\n")
+    for name in ("rows.jsonl", "conversion.json", "README.md"):
+        (checkpoint / name).write_text("{}\n")
     assert load_model(str(checkpoint)).fingerprint == before
+    found = set()
+    for name in ("generation_config.json", "vocab.json", "merges.txt", "special_tokens_map.json"):
+        (checkpoint / name).write_text("{}\n")
+        found.add(loaded_model.fingerprint(str(checkpoint), None, False))
+        (checkpoint / name).unlink()
+    assert len(found - {before}) == 4
     edit_weights(checkpoint, lambda weights: weights["lm_head.weight"].add_(1))
     assert load_model(str(checkpoint)).fingerprint != before
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 
@@ -168,11 +169,22 @@ def test_a_loss_whose_perplexity_is_beyond_any_number_is_shown(out):
     assert losses.lines[0][3:] == ["10000.0000", "nan", "inf", "nan"]
 
 
-def test_the_report_takes_a_training_directory_alone_or_among_others(out, tmp_path):
+def test_the_report_takes_a_training_directory_alone_or_among_others(out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     page = (write_report([out], tmp_path / "page").parent / "report.md").read_text()
     assert "(recovery.png)" in page
     assert "| run | k | 100 |" in page
     both = write_report([write_rows(tmp_path / "rows", row()), out], tmp_path / "page").read_text()
     assert "Recovery in training" in both
     assert "Perplexity" in both
+    write_rows(out, row(value=8.5))
+    page = (write_report([out], tmp_path / "page").parent / "report.md").read_text()
+    assert "| llama | 8.50 |" in page
+    assert "(recovery.png)" in page
+    shutil.copytree(out, tmp_path / "other/run")
+    page = (
+        write_report([out, tmp_path / "other/run"], tmp_path / "page").parent / "report.md"
+    ).read_text()
+    assert "| run | k | 100 |" in page
+    assert "| other/run | k | 100 |" in page
     assert (tmp_path / "page/recovery.png").read_bytes().startswith(b"\x89PNG")

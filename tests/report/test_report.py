@@ -428,6 +428,14 @@ def test_a_notice_names_models_that_read_an_older_text(page):
         assert (notice in page(first, second | {"text_hash": text_hash})) == is_told
 
 
+def test_a_notice_names_models_that_read_other_tokens_of_the_same_text(page):
+    first = row(text_hash="t", data_hash="tokens")
+    second = row(model="coca", text_hash="t", date="2027-01-01T00:00:00+00:00")
+    notice = "llama reads other tokens of this text than coca; losses and perplexities per token"
+    for data_hash, is_told in (("tokens", False), ("others", True)):
+        assert (notice in page(first, second | {"data_hash": data_hash})) == is_told
+
+
 def test_a_page_replaces_its_predecessor_and_leaves_nothing_else_behind(run, tmp_path):
     write_report([run(row(value=8.0))], tmp_path / "page")
     write_report([run(row(value=9.0))], tmp_path / "page")

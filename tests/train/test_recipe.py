@@ -127,6 +127,10 @@ BAD_SETTINGS = {  # or several together
     "training.lr_scheduler_kwargs=fast": "lr_scheduler_kwargs of a linear schedule: got 'fast', expected a mapping",
     "stages.k.train=most": "stages.k.train: got 'most', expected all or a list of module names",
     "stages.k.lora.rank=3": "stages.k.lora: unknown key 'rank'; nearest: r",
+    "training.max_steps=3": "training.max_steps=3: changes nothing, because every stage has its "
+    "own; override stages.k.max_steps instead",
+    "training.bf16_full_eval=true": "coca-train only trains; evaluate the result with coca-eval",
+    "training.dataloader_drop_last=true": "coca-train deals out the blocks itself",
     "stages.k.objective=distill": "stages.k: objective distill needs the original model",
     "stages.k.objective=distil": "stages.k.objective.distil: got 'distil', expected 'lm' or 'distill'",
     "stages.k.objective={}": "stages.k.objective: got {}, expected one or more",

@@ -21,7 +21,7 @@ from transformers import (
 import coca_hf
 from coca_hf import CocaError
 from coca_hf.train.gpu_plan import plan_recipe
-from coca_hf.train.model import start_config
+from coca_hf.train.model import stage_model, start_config, start_model
 from coca_hf.train.preflight import (
     check_model,
     check_overrides,
@@ -345,6 +345,22 @@ def test_adapters_end_as_a_plain_checkpoint_that_differs_by_low_ranks(
         assert {path.name for path in (out / stage).iterdir()} == {
             path.name for path in (unbroken / stage).iterdir()
         }
+
+
+def test_the_seed_initialises_adapters(lora_path):
+    recipe = load_recipe(lora_path)
+    first, again, other = (
+        next(
+            parameter
+            for name, parameter in stage_model(
+                start_model(recipe), recipe.stages[1], seed
+            ).named_parameters()
+            if "lora_A" in name
+        )
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
 
 
 def test_adapters_need_a_linear_layer(lora_path):
