@@ -260,16 +260,22 @@ def _layer_numbers(option: str, text: str, other_forms: str = "") -> list[int]:
 
 
 def _harmed_most(option: str, count: int, out: Path) -> list[int]:
-    """The first `count` layers of the last ranking in `out`."""
+    """The first `count` layers of the last ranking in `out`, which must be of one model."""
     try:
         lines = (out / "rows.jsonl").read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines]
-        order = [row["order"] for row in rows if row["task"] == "layers" and "order" in row][-1]
-        ranked = [int(layer) for layer in order[:count]]
+        rankings = [row for row in rows if row["task"] == "layers" and "order" in row]
+        models = sorted({row["model"] for row in rankings})
+        ranked = [int(layer) for layer in rankings[-1]["order"][:count]]
     except (OSError, ValueError, LookupError, TypeError):
         raise BadOption(
             f"{option}: got no ranking in {out}, expected the --out of coca-eval layers"
         ) from None
+    if len(models) > 1:
+        raise BadOption(
+            f"{option}: got rankings of {', '.join(models)} in {out}, expected one model's; give "
+            "coca-eval layers another --out for each"
+        )
     if len(ranked) < count:
         what = f"{count} of the {len(ranked)} layers that {out} ranks"
         raise BadOption(f"{option}: got {what}, expected fewer")

@@ -486,11 +486,13 @@ def card_command(
     """Rewrite the model card, MODEL/README.md, from the records in MODEL and the rows."""
     from coca_hf.card import write_card
     from coca_hf.evaluate.loaded_model import fingerprint
-    from coca_hf.report import read_tables, tables_markdown
+    from coca_hf.report import not_together, read_tables, tables_markdown
 
     tables = read_tables(rows) if rows else []
     measured = tables_markdown(tables) if tables else None
     path = write_card(model, measured=measured, base_model=base_model)
+    for notice in not_together(tables):
+        warn(notice)
     own = {fingerprint(str(model), None, own_code) for own_code in (False, True)}
     if tables and not any(row.get("fingerprint") in own for table in tables for row in table.rows):
         warn(

@@ -89,6 +89,19 @@ def hold_out(
     return rule, _pack(passages, seq_len, num_blocks)
 
 
+def most_held_out(read: Read, encoder: Encoder, tokens: int) -> HeldOut:
+    """All that `hold_out` may hold out of a source for blocks of up to `tokens` tokens together."""
+    sizes = sorted((_hash(document.text), len(document.text)) for document in read())
+    most, spared, below = MOST * sum(characters for _, characters in sizes), 0, LARGE
+    for key, characters in sizes:
+        if spared + characters > most:
+            break
+        spared += characters
+        below = max(below, key + 1)
+    has_tail = sizes and spared * tokens_per_character(read, encoder) < 1.1 * tokens
+    return HeldOut(below, MOST if has_tail else 0.0)
+
+
 def shares(weights: list[float], total: int) -> list[int]:
     """`total` dealt out in proportion to `weights`, by largest remainder."""
     exact = [total * weight / sum(weights) for weight in weights]

@@ -152,6 +152,12 @@ def test_rows_of_another_model_or_of_earlier_weights_give_a_warning(checkpoint, 
     own = fingerprint(str(checkpoint), None, False)
     write_rows(tmp_path, fingerprint=own)
     assert "warning" not in card_command().output
+    rows = [ROW | {"length": 9, "value": 0.5, "fingerprint": "earlier"}]
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    notice = "tiny: its rows are of 2 states of its files"
+    assert notice in " ".join(card_command().output.split())
+    assert f"> {notice}" in card_of(checkpoint).text
     os.utime(checkpoint / "model.safetensors", (1, 1))
     assert "no row was measured on these files, as they are now" in card_command().output
 

@@ -83,6 +83,20 @@ def test_no_trace_of_a_held_out_block_is_trained_on_from_another_source(
     assert not trained & set().union(*map(grams, blocks.held_out))
 
 
+@pytest.mark.parametrize("blocks", [1, 6, 1000])
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_the_most_that_is_held_out_includes_what_any_number_of_blocks_holds_out(
+    kind, blocks, tiny_tokenizer, tmp_path
+):
+    source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, DOCUMENTS[kind])
+    read, encoder = read_of(source), Encoder(tiny_tokenizer)
+    rule, _ = held_out.hold_out(read, encoder, SEQ_LEN, blocks)
+    most = held_out.most_held_out(read, encoder, blocks * SEQ_LEN)
+    texts = [document.text for document in read()]
+    assert all(rule.split(text)[0].startswith(most.split(text)[0]) for text in texts)
+    assert sum(len(most.split(text)[0]) for text in texts) > 0.75 * sum(map(len, texts))
+
+
 def test_held_out_blocks_are_mixed_by_weight_and_independent_of_the_seed(
     tiny_tokenizer, prepared, tmp_path
 ):

@@ -19,7 +19,13 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from coca_hf.documents import Document, is_on_hub, read_documents
 from coca_hf.errors import CocaError
-from coca_hf.held_out import TOKEN_CHARACTERS, Place, hold_out, tokens_per_character
+from coca_hf.held_out import (
+    TOKEN_CHARACTERS,
+    Place,
+    hold_out,
+    most_held_out,
+    tokens_per_character,
+)
 from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES
 from coca_hf.tokens import Encoder, Piece
 
@@ -30,6 +36,7 @@ SKIPS = 8  # places in a block where positions are skipped, at most
 TOKENS_A_SKIP = 32  # tokens in a block per such place, at least
 HELD_OUT_TOKENS = 8192
 HELD_OUT_BLOCKS = 8  # at most
+TRAINING_HELD_OUT_TOKENS = 2**18  # at most, by coca-train
 HUB_CHARACTERS = 2**28  # of a data set on the hub
 SPACE = re.compile(r"\s")
 
@@ -42,8 +49,9 @@ def calibration_blocks(
     block_tokens: int,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Token ids from all over a text: blocks to fit on, (n_b, m), and blocks of the documents that
-    coca-train holds out, (n, m).
+    """Token ids from all over a text: blocks to fit on, (n_b, m), and held-out blocks, (n, m).
+
+    Nothing is fitted on that coca-train holds out of this text.
 
     place: the arguments of `read_documents`; only the first `HUB_CHARACTERS` of a data set on the
     hub are read. num_tokens: to fit on, in blocks of `block_tokens`, or shorter ones if the model
@@ -65,10 +73,11 @@ def calibration_blocks(
     def read() -> Iterator[Document]:
         return _documents(place)
 
-    def texts() -> Iterator[str]:  # what is not held out
+    def texts() -> Iterator[str]:  # what is never held out
         return filter(None, (rule.split(document.text)[0] for document in read()))
 
-    rule, held_out = hold_out(read, encoder, length, most, from_all=True)
+    rule = most_held_out(read, encoder, TRAINING_HELD_OUT_TOKENS)
+    _, held_out = hold_out(read, encoder, length, most, from_all=True)
     characters = sum(map(len, texts()))
     tokens = int(characters * tokens_per_character(read, encoder)) if characters else 0
     if not len(held_out) or tokens < wanted * length:

@@ -7,14 +7,16 @@
 With a baseline, the two models take turns, step by step, so that other load on the machine affects
 both. Steps are timed by CUDA events on a GPU, otherwise by the clock. Memory is the model's
 weights, what it holds between steps (cache, optimizer) and what the step adds at its peak:
-allocated by PyTorch on a GPU, or held by the process in RAM (Linux).
+allocated by PyTorch on a GPU, or held by the process in RAM in one more step (Linux).
 """
 
+import ctypes
 import gc
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -183,6 +185,8 @@ def _measure(
                 one.seconds.append(taken)
                 one.peak = max(peak, one.peak or 0) if peak is not None else None
     for one in timings:
+        if one.step and one.model.device.type != "cuda":
+            one.peak = _resident_peak(one.step, one.model)
         one.step = None
         one.model.zero_grad(set_to_none=True)
         one.model.eval()
@@ -251,18 +255,31 @@ def _bytes(tensors: Iterable[Any]) -> int:
 
 
 def _timed(step: Step, model: Any) -> tuple[float, int | None]:
-    """Seconds of a step, and the bytes at its peak; None if these are unknown."""
+    """Seconds of a step, and on a GPU the bytes at its peak."""
     held = _bytes(model.parameters()) + step.held_bytes()
     if model.device.type == "cuda":
         seconds, added = timed_on_gpu(step.run)
         return seconds, held + added
     gc.collect()
-    resident = resident_bytes(reset=True)
     began = time.perf_counter()
     step.run()
-    taken = time.perf_counter() - began
+    return time.perf_counter() - began, None
+
+
+def _resident_peak(step: Step, model: Any) -> int | None:
+    """Bytes at the peak of a step on a CPU; None if unknown.
+
+    The step is not a timed one: memory that earlier steps have freed goes back to the system first,
+    because it would count as nothing when it is used again, and taking it anew takes time.
+    """
+    held = _bytes(model.parameters()) + step.held_bytes()
+    gc.collect()
+    with suppress(AttributeError):  # glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
+    resident = resident_bytes(reset=True)
+    step.run()
     peak = resident_bytes(reset=False)
-    return taken, None if resident is None or peak is None else held + max(peak - resident, 0)
+    return None if resident is None or peak is None else held + max(peak - resident, 0)
 
 
 def timed_on_gpu(run: Callable[[], Any]) -> tuple[float, int]:

@@ -85,7 +85,7 @@ def read_page(runs: Sequence[Path], paper: Sequence[str] = (), title: str = TITL
 
 def tables_markdown(tables: Sequence[Table]) -> str:
     """`tables`, at least one, as Markdown without figures, for a model card."""
-    parts: list[str] = []
+    parts = [f"> {escape(notice)}" for notice in not_together(tables)]
     for table in tables:
         about = table.measurement
         parts += [
@@ -134,23 +134,29 @@ def _models(tables: Sequence[Table]) -> Section:
         length = last_trained_length(row)
         lines.append([name, attention, dtype, f"{length:,}" if length else "", seen])
     header = ["model", "attention", "dtype", "trained length", "tokens seen"]
-    notices = [*_little_training(rows), *_changed(rows), *_of_other_texts(tables)]
+    notices = [*_little_training(rows), *not_together(tables)]
     grid = Grid(header, lines, numbers_from=3)
     return Section("Models", [grid, *(Text(notice, notice=True) for notice in notices)])
 
 
 def _little_training(rows: list[dict]) -> list[str]:
     """A notice about models that have hardly been trained."""
-    seen = {row["model"]: row["tokens_seen"] for row in rows if row["tokens_seen"] is not None}
+    known = [row for row in rows if row["tokens_seen"] is not None]
+    seen = {(row["model"], row["model_path"]): row["tokens_seen"] for row in known}
     little = {model: tokens for model, tokens in seen.items() if tokens < LITTLE_TRAINING}
     if not little:
         return []
-    names = ", ".join(f"{model}: {tokens:,}" for model, tokens in little.items())
+    names = ", ".join(f"{model}: {tokens:,}" for (model, _), tokens in little.items())
     paper = (
         "The paper trained on 7.5 billion tokens in each of three stages; minutes of training show "
         "the machinery, not the paper's result."
     )
     return [f"Little training. Tokens seen: {names}. {paper}"]
+
+
+def not_together(tables: Sequence[Table]) -> list[str]:
+    """Notices about numbers that may not belong together: of changed files, or of other texts."""
+    return [*_changed([row for table in tables for row in table.rows]), *_of_other_texts(tables)]
 
 
 def _changed(rows: list[dict]) -> list[str]:

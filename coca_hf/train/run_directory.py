@@ -276,7 +276,7 @@ def weights_hashes(
     directory: Path, check_stop: Callable[[], None] = lambda: None
 ) -> dict[str, str | None]:
     """The xxh3_128 of every weights file of a checkpoint, in hexadecimal, by name."""
-    files = sorted(directory.glob("*.safetensors*"))
+    files = sorted([*directory.glob("*.safetensors*"), *directory.glob("pytorch_model*.bin*")])
     return {path.name: file_hash(path, check_stop) for path in files}
 
 

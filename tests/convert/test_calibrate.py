@@ -712,7 +712,7 @@ def test_short_texts_of_another_column_are_joined_with_the_end_token(of_source, 
     for block in blocks:
         ends = (block == tokenizer.eos_token_id).nonzero().flatten()
         whole = tokenizer.decode(block[ends[0] + 1 : ends[1]], skip_special_tokens=True)
-        assert whole in rows
+        assert any(row.startswith(whole) for row in rows)  # without a part that is held out
 
 
 REFUSED = {

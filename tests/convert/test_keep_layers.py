@@ -296,9 +296,9 @@ def test_other_values_of_keep_layers_are_refused_and_a_number_needs_calibration(
 
 def test_a_number_of_layers_means_those_that_coca_eval_layers_ranks_first(tmp_path):
     rows = [
-        {"task": "layers", "order": [0, 1, 2]},
+        {"task": "layers", "model": "coca", "order": [0, 1, 2]},
         {"task": "passkey"},
-        {"task": "layers", "order": [2, 0, 1]},
+        {"task": "layers", "model": "coca", "order": [2, 0, 1]},
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert _layers_to_keep(f"2:{tmp_path}") == [2, 0]
@@ -308,6 +308,12 @@ def test_a_number_of_layers_means_those_that_coca_eval_layers_ranks_first(tmp_pa
     ):
         with pytest.raises(BadOption, match=message):
             _layers_to_keep(given)
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write(json.dumps(rows[0] | {"model": "another"}) + "\n")
+    with pytest.raises(
+        BadOption, match=r"got rankings of another, coca in .*, expected one model's"
+    ):
+        _layers_to_keep(f"2:{tmp_path}")
     (tmp_path / "rows.jsonl").write_text('{"task": "passkey"}\n')
     with pytest.raises(BadOption, match="got no ranking"):
         _layers_to_keep(f"2:{tmp_path}")

@@ -7,10 +7,13 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate import speed
+from coca_hf.evaluate.loaded_model import load_model
 from coca_hf.evaluate.speed import MODES, parse_modes, speed_rows
+from tests.conftest import TINY
 from tests.evaluate.runs import run_of
 
 
@@ -47,6 +50,18 @@ def test_every_mode_has_a_row_for_the_model_and_its_baseline(coca, llama, tmp_pa
     for name, value in coca.model.state_dict().items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)
     assert not coca.model.training
+
+
+def test_the_peak_of_a_step_counts_memory_that_earlier_steps_have_freed(tiny_tokenizer, tmp_path):
+    """Logits, their gradient and the like, several times 40 MB, in every step."""
+    config = LlamaConfig(**TINY | {"vocab_size": 40_000})
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    tiny_tokenizer.save_pretrained(tmp_path / "model")
+    run = run_of(load_model(str(tmp_path / "model")), tmp_path, 256)
+    (row,) = speed_rows(run, modes=["train"], repeats=1, warmup=3)
+    if row["memory_kind"]:
+        weights = sum(parameter.nbytes for parameter in run.loaded.model.parameters())
+        assert row["peak_bytes"] > 3 * weights + 2 * 256 * 40_000 * 4
 
 
 def test_decoding_holds_its_cache_and_a_coca_cache_is_three_quarters_of_a_plain_one(coca, llama):
