@@ -123,7 +123,7 @@ def convert_checkpoint(
     src, target = os.fspath(src), Path(dst).absolute()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     report = calibrate_progress or (lambda progress: None)
-    ranks_layers = isinstance(keep_layers, (int, str))
+    ranked = keep_layers if isinstance(keep_layers, (int, str)) else None
     named = None if isinstance(keep_layers, (int, str)) else keep_layers
 
     # everything that can be refused is refused before the first weight is written, cheapest first
@@ -138,14 +138,14 @@ def convert_checkpoint(
         released,
         ignore_fields,
         partial_rotary,
-        None if ranks_layers else keep_window,
+        None if ranked else keep_window,
         log_scale,
     )
     sources = [src] if adapter is None else [src, os.fspath(adapter)]
     preflight.check_paths(sources, dst)
     preflight.check_options(form)
-    preflight.check_layers(keep_layers, partial_rotary, calibrate_on)
-    check_kept_window(keep_window, keep_layers, calibrate_block if calibrate_on else 1)
+    preflight.check_layers(named, ranked, partial_rotary, calibrate_on)
+    check_kept_window(keep_window, ranked or named, calibrate_block if calibrate_on else 1)
     if calibrate_on:
         preflight.check_device(device)
         of_hub = {"--split": split != "train", "--subset": subset}
@@ -171,21 +171,21 @@ def convert_checkpoint(
         records = source.records() if layout.from_coca else {}
         base = records[RECORD].get("base", {}) if RECORD in records else None
         base = base_metadata(src, source.directory) if base is None else base
-        preflight.check_kept_number(keep_layers, layout)
+        preflight.check_kept_number(ranked, layout)
         if calibrate_on and layout.from_coca:  # its kept layers are what is fitted to
             own, name = source.config.get("coca_kept_window"), f"{src}: coca_kept_window"
             check_kept_window(own, layout.converted, calibrate_block, name)
         if calibrate_on:
             place = calibrate_on, column, split, subset, commit_of(calibrate_on), True
             amounts = calibrate_tokens, calibrate_block, calibrate_passes
-            calibration = Calibration(layout, place, *amounts, device, seed, ranks_layers)
+            calibration = Calibration(layout, place, *amounts, device, seed, ranked is not None)
 
         def keeping(kept: Sequence[int]) -> Layout:
             return Layout(source, form.keeping(kept, keep_window), kept)
 
         expected, possible = layout, [layout]
-        if isinstance(keep_layers, (int, str)):  # which layers they are does not change the sizes
-            expected = keeping(layout.converted[: 0 if keep_layers == "auto" else int(keep_layers)])
+        if ranked:  # which layers they are does not change the sizes
+            expected = keeping(layout.converted[: 0 if ranked == "auto" else int(ranked)])
             possible.append(keeping(range(layout.config.num_hidden_layers)))
         preflight.check_room(expected, target, *(calibration.needs[1:] if calibration else ()))
         tokenizer = _begin(staging, layout, calibration)
@@ -195,14 +195,14 @@ def convert_checkpoint(
         if dry_run:
             seconds = time.perf_counter() - began if numbers_are_here else None
             plan = _plan(expected, calibration, target, seconds)
-            if ranks_layers:
-                plan |= {"kept_layers": keep_layers, "partial_rotary_layers": list(partial_rotary)}
-            if ranks_layers and keep_window:
+            if ranked:
+                plan |= {"kept_layers": ranked, "partial_rotary_layers": list(partial_rotary)}
+            if ranked and keep_window:
                 plan["kept_window"] = keep_window
             return plan
         if calibration:
-            if isinstance(keep_layers, (int, str)):
-                kept = calibration.most_harmful(layout, keep_layers, staging.calibrated, report)
+            if ranked:
+                kept = calibration.most_harmful(layout, ranked, staging.calibrated, report)
                 layout = keeping(kept)
                 tokenizer = _begin(staging, layout, calibration)
             calibration.run(layout, staging.calibrated, report)

@@ -40,45 +40,43 @@ def check_options(form: Form) -> None:
 
 
 def check_layers(
-    keep_layers: Sequence[int] | int | str | None,
+    named: Sequence[int] | None,
+    ranked: int | str | None,
     partial_rotary: Collection[int],
     calibrate_on: str | None,
 ) -> None:
-    named = () if isinstance(keep_layers, (int, str)) else keep_layers or ()
-    for option, layers in (("--keep-layers", named), ("--partial-rotary", partial_rotary)):
+    """named: the layers of --keep-layers; or ranked: how many, or `auto`."""
+    for option, layers in (("--keep-layers", named or ()), ("--partial-rotary", partial_rotary)):
         if twice := sorted(layer for layer, count in Counter(layers).items() if count > 1):
             raise CocaError(
                 f"{option}: got layer {twice[0]} more than once in {list(layers)}, expected each "
                 "layer once"
             )
-    if not isinstance(keep_layers, (int, str)):
+    if ranked is None:
         return
-    if keep_layers != "auto" and (isinstance(keep_layers, str) or keep_layers < 1):
+    if ranked != "auto" and (isinstance(ranked, str) or ranked < 1):
         raise CocaError(
-            f"--keep-layers: got {keep_layers!r}, expected auto, a number from 1, or a list of "
-            "layers"
+            f"--keep-layers: got {ranked!r}, expected auto, a number from 1, or a list of layers"
         )
     if not calibrate_on:
         raise CocaError(
-            f"--keep-layers: got {keep_layers} without --calibrate, which measures the harm of "
+            f"--keep-layers: got {ranked} without --calibrate, which measures the harm of "
             "an original's layers; name the layers, as in 8,17 (one alone: '8,'), or, if the "
             "source is not a CoCA checkpoint, pass --calibrate TEXT"
         )
 
 
-def check_kept_number(keep_layers: Sequence[int] | int | str | None, layout: Layout) -> None:
-    if not isinstance(keep_layers, (int, str)):
+def check_kept_number(ranked: int | str | None, layout: Layout) -> None:
+    if ranked is None:
         return
     if layout.from_coca:
         raise CocaError(
-            f"--keep-layers: got {keep_layers} with a CoCA checkpoint, expected the numbers of "
+            f"--keep-layers: got {ranked} with a CoCA checkpoint, expected the numbers of "
             "the kept layers that stay, as in 8,17 (one alone: '8,')"
         )
     most = layout.config.num_hidden_layers
-    if isinstance(keep_layers, int) and keep_layers > most:
-        raise CocaError(
-            f"--keep-layers: got {keep_layers}, expected at most the model's {most} layers"
-        )
+    if isinstance(ranked, int) and ranked > most:
+        raise CocaError(f"--keep-layers: got {ranked}, expected at most the model's {most} layers")
 
 
 def check_device(device: str) -> None:

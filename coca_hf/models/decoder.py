@@ -39,7 +39,13 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention import CocaAttention, KeptAttention, layer_types
 from .cache import CocaCache, CocaStaticCache
 from .hub import PushesItsCard
-from .rotary import LENGTH_DEPENDENT_ROPE_TYPES, CocaRotaryEmbedding, one_row_error, rotary_dim
+from .rotary import (
+    LENGTH_DEPENDENT_ROPE_TYPES,
+    CocaRotaryEmbedding,
+    one_row_error,
+    rotary_dim,
+    unscaled_len,
+)
 
 MASKS = {
     "full_attention": create_causal_mask,
@@ -314,7 +320,7 @@ class CocaModel(CocaPreTrainedModel):
         if past_key_values is not None and self.rotary_emb.rope_type in LENGTH_DEPENDENT_ROPE_TYPES:
             new_len = inputs_embeds.shape[1] if position_ids is None else None
             rope_length = planned_length(
-                past_key_values, rope_length, new_len, self.rotary_emb.trained_len()
+                past_key_values, rope_length, new_len, unscaled_len(self.config)
             )
         own_length: Tensor | int | None = rope_length
         if rope_length is not None:
@@ -495,7 +501,7 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
         if self.config.rope_parameters["rope_type"] not in LENGTH_DEPENDENT_ROPE_TYPES:
             return
         total_len = max_cache_length + 1  # not max_length, which leaves out inputs_embeds
-        planned, trained_len = model_kwargs.get("rope_length"), self.model.rotary_emb.trained_len()
+        planned, trained_len = model_kwargs.get("rope_length"), unscaled_len(self.config)
         if cache is not None and cache.get_seq_length():
             new_len = total_len - int(cache.get_seq_length())
             planned = planned_length(cache, planned, new_len, trained_len)

@@ -110,7 +110,7 @@ class CocaRotaryEmbedding(nn.Module):
         """
         buffers = {"inv_freq": self._rope()[0]}
         if self.rope_type == "longrope":
-            buffers["long_inv_freq"] = self._rope(seq_len=self.trained_len() + 1)[0]
+            buffers["long_inv_freq"] = self._rope(seq_len=unscaled_len(self.config) + 1)[0]
         return buffers
 
     def _rope(self, **options) -> tuple[Tensor, float]:
@@ -118,10 +118,6 @@ class CocaRotaryEmbedding(nn.Module):
         if self.rope_type in ("default", "dynamic"):
             return GPTNeoXRotaryEmbedding.compute_default_rope_parameters(self.config)
         return ROPE_INIT_FUNCTIONS[self.rope_type](self.config, **options)
-
-    def trained_len(self) -> int:
-        """The length up to which neither dynamic NTK nor longrope changes an angle."""
-        return unscaled_len(self.config)
 
     @torch.no_grad()
     def forward(
@@ -154,12 +150,16 @@ class CocaRotaryEmbedding(nn.Module):
         # MPS has no float64
         precise = torch.float32 if seq_len.device.type == "mps" else torch.float64
         base = ntk_base(
-            rope["rope_theta"], rope["factor"], seq_len.to(precise), self.trained_len(), rotated
+            rope["rope_theta"],
+            rope["factor"],
+            seq_len.to(precise),
+            unscaled_len(self.config),
+            rotated,
         ).float()
         exponent = torch.arange(0, rotated, 2, device=seq_len.device).float() / rotated
         return 1.0 / base[..., None] ** exponent
 
     def _longrope_inv_freq(self, seq_len: Tensor) -> Tensor:
         """As `_dynamic_inv_freq`, with the short factors up to the trained length."""
-        is_long = (seq_len > self.trained_len())[..., None]
+        is_long = (seq_len > unscaled_len(self.config))[..., None]
         return torch.where(is_long, self.long_inv_freq.float(), self.inv_freq.float())

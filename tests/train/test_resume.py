@@ -379,6 +379,11 @@ OTHER_INPUTS = {  # in the directory of the model, the teacher and the texts
     ),
     "weights": ("model/model.safetensors", change_byte, "model.model.safetensors was"),
     "a teacher's weights": ("teacher/model.safetensors", change_byte, "teacher.model.safetens"),
+    "a teacher's pickle": (
+        "teacher/pytorch_model.bin",
+        lambda path: path.write_bytes(b"other weights"),
+        "teacher.pytorch_model.bin was absent, now ",
+    ),
     "a teacher's config": ("teacher/config.json", change_epsilon, "teacher.config.json was"),
 }
 
