@@ -1,5 +1,6 @@
 """The rows of several runs as tables of rows whose values can be compared."""
 
+import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -18,14 +19,17 @@ ROWS = "rows.jsonl"  # in the --out of coca-eval
 def read_tables(runs: Sequence[Path]) -> list[Table]:
     """The tables of the directories `runs`, in the order of `MEASUREMENTS`.
 
-    The latest row of a measurement counts. Rows get `model_states` and `text_states`, which have
-    several elements if files have changed: the fingerprints, in all rows, of the model of this name
-    and path, and the hashes of the documents of this table. A row's `raw` becomes paths, whose
-    files may be absent.
+    The latest row of a measurement counts. Models of one name and path whose files differ from one
+    directory to the other are different models: the directory becomes part of their path. Rows get
+    `model_states` and `text_states`, which have several elements if files have changed: the
+    fingerprints, in all rows, of the model of this name and path, and the hashes of the documents
+    of this table. A row's `raw` becomes paths, whose files may be absent.
 
     Raises CocaError if a directory has no rows, or a line is not a row.
     """
-    rows = [row for run in runs for row in sorted(_read(run), key=lambda row: row["date"])]
+    of_runs = {run: sorted(_read(run), key=lambda row: row["date"]) for run in runs}
+    _tell_apart(of_runs)
+    rows = [row for of_run in of_runs.values() for row in of_run]
     models: dict[tuple, set] = {}
     texts: dict[tuple, set] = {}
     for row in rows:
@@ -52,6 +56,19 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
             (rows for (task_of, _), rows in tables.items() if task_of == task), 1
         )
     ]
+
+
+def _tell_apart(of_runs: dict[Path, list[dict]]) -> None:
+    states: dict[tuple, dict[Path, set]] = {}
+    for run, rows in of_runs.items():
+        for row in rows:
+            of_model = states.setdefault((row["model"], row["model_path"]), {})
+            of_model.setdefault(run, set()).add(row.get("fingerprint"))
+    for run, rows in of_runs.items():
+        for row in rows:
+            found = states[row["model"], row["model_path"]].values()
+            if len(found) > 1 and sum(map(len, found)) == len(set().union(*found)):
+                row["model_path"] += f" of {os.path.relpath(run)}"
 
 
 def _table_of(row: dict) -> tuple:

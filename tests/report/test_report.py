@@ -420,6 +420,19 @@ def test_a_notice_names_models_whose_files_or_documents_changed(page):
     assert "its files" not in text
 
 
+def test_models_of_one_name_and_path_in_two_directories_have_a_line_each(
+    run, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    first, second = (run(row(value=v, fingerprint=str(v))) for v in (8.0, 9.0))
+    made = markdown_of([first, second])
+    assert f"| llama (/models/llama of {first.name}, float32) | 8.00 |" in made
+    assert f"| llama (/models/llama of {second.name}, float32) | 9.00 |" in made
+    again = run(row(length=256, value=7.0, fingerprint="8.0"), row(value=8.5, fingerprint="9.0"))
+    made = markdown_of([first, again])
+    assert f" of {again.name}" not in made
+
+
 def test_a_notice_names_models_that_read_an_older_text(page):
     first = row(text_hash="t")
     second = row(model="coca", date="2027-01-01T00:00:00+00:00")
