@@ -32,7 +32,7 @@ from tests.models.families import (
 # the softmax in fp32, and its RMS norms compute in fp32 whatever the model's dtype.
 @pytest.mark.parametrize(
     ("constraint", "backend", "dtype", "limit"),
-    [("slack", "eager", torch.float32, 1e-4), ("strict", "sdpa", torch.float64, 1e-5)],
+    [("slack", "eager", torch.float32, 2e-4), ("strict", "sdpa", torch.float64, 1e-5)],
 )
 @EVERY_CASE
 def test_logits_are_those_of_the_stock_model_with_contracted_scores(
