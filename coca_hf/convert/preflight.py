@@ -18,10 +18,12 @@ from huggingface_hub.utils import validate_repo_id
 
 from coca_hf.convert.config import Form
 from coca_hf.convert.layout import DTYPES, Layout
-from coca_hf.convert.source import COMPANIONS
+from coca_hf.convert.source import TEMPLATES
 from coca_hf.convert.writer import Staging, staging_directory
 from coca_hf.errors import CocaError, library_errors
 from coca_hf.files import size_in_words
+
+CACHES = (".cache", "__pycache__")
 
 
 def check_options(form: Form) -> None:
@@ -130,12 +132,12 @@ def check_target(sources: Collection[str], target: Path, overwrite: bool) -> Non
     elif not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").is_file()):
         problem = "--overwrite only replaces checkpoints, directories with a config.json"
     else:
-        caches = target / ".cache", target / "__pycache__"
-        ours = {path for pattern in COMPANIONS for path in target.glob(pattern)}
-        below = [path for path in sorted(target.glob("*/*")) if path.parent not in caches]
-        if foreign := [path.relative_to(target) for path in below if path not in ours]:
+        directories = sorted(entry for entry in target.iterdir() if entry.is_dir())
+        foreign = [path for path in directories if path.name not in (TEMPLATES, *CACHES)]
+        foreign += [path for path in (target / TEMPLATES).glob("*") if path.suffix != ".jinja"]
+        if foreign:
             problem = (
-                f"--overwrite would delete {foreign[0]}, which is no part of a "
+                f"--overwrite would delete {foreign[0].relative_to(target)}, which is no part of a "
                 "checkpoint; move it away, or choose another destination"
             )
     if problem:

@@ -45,11 +45,12 @@ FOREIGN_TOKENIZERS = (
     *("tokenizer.model*", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model"),
     *("tekken.json", "tokenizer.tiktoken", "qwen.tiktoken"),
 )
+TEMPLATES = "additional_chat_templates"  # a directory of .jinja files
 TOKENIZER_FILES = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt"),
     *FOREIGN_TOKENIZERS,
-    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
+    *("chat_template.jinja", "chat_template.json", f"{TEMPLATES}/*.jinja"),
 )
 # Files to copy as they are: those that from_pretrained and serving engines look for beside weights
 # and config, and licences. These are patterns, here and on the hub. None begins with *, which on

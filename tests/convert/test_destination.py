@@ -282,18 +282,24 @@ def test_a_source_in_the_staging_directory_of_its_destination_is_refused(
     assert files_of(interrupted) == before
 
 
-@pytest.mark.parametrize("directory", [".git", "runs", "additional_chat_templates"])
-def test_overwrite_deletes_no_file_below_that_is_no_part_of_a_checkpoint(
+@pytest.mark.parametrize("directory", [".git", "runs"])
+def test_overwrite_deletes_no_directory_that_is_no_part_of_a_checkpoint(
     directory, tiny_llama_dir, old
 ):
-    file = old / directory / "notes.txt"
-    file.parent.mkdir(exist_ok=True)
-    file.write_text("mine")
-    message = f"--overwrite would delete {directory}/notes.txt, which is no part of a checkpoint"
+    (old / directory).mkdir()
+    message = f"--overwrite would delete {directory}, which is no part of a checkpoint"
     refuses(message, tiny_llama_dir, old, overwrite=True)
-    assert file.read_text() == "mine"
-    file.unlink()
+    assert (old / directory).is_dir()
+    (old / directory).rmdir()
     convert_checkpoint(tiny_llama_dir, old, overwrite=True)
+
+
+def test_overwrite_deletes_no_other_file_beside_chat_templates(tiny_llama_dir, old):
+    notes = old / "additional_chat_templates" / "notes.txt"
+    write(notes, "mine")
+    message = "--overwrite would delete additional_chat_templates/notes.txt, which is no part of a"
+    refuses(message, tiny_llama_dir, old, overwrite=True)
+    assert notes.read_text() == "mine"
 
 
 def test_overwrite_deletes_no_text_that_it_is_calibrated_on(tiny_llama_dir, old, text):
