@@ -325,7 +325,7 @@ def _print_plan(plan: dict, dst: str) -> None:
 
 
 def _print_conversion(record: dict, dst: str) -> None:
-    from coca_hf.card import kept_in_words
+    from coca_hf.card import kept_in_words, perplexity_in_words
 
     shares = record["trainable_fraction"]
     console.print(f"{dst}: {record['constraint']}, {record['dtype']}")
@@ -337,15 +337,8 @@ def _print_conversion(record: dict, dst: str) -> None:
     _print_attention(record)
     _line("start of W_T", record["start"]["rule"])
     if calibration := record.get("calibration"):
-        source = "source" if "converted_layers" in record else "original"
-        perplexity = calibration["perplexity"]
-        base = ", all with the base from before" if "rope" in record else ""
-        _line(
-            "calibrated",
-            f"perplexity on {calibration['held_out_tokens']:,} held-out tokens: "
-            f"{perplexity['start']:,.4g} before, {perplexity['calibrated']:,.4g} after, "
-            f"{perplexity['original']:,.4g} of the {source}{base}; {calibration['seconds']:,.0f} s",
-        )
+        words = perplexity_in_words(calibration, record)
+        _line("calibrated", f"{words}; {calibration['seconds']:,.0f} s")
     if record.get("fix_mistral_regex") is False:
         _line(
             "tokenizer",

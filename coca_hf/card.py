@@ -201,17 +201,25 @@ def _conversion(record: dict, base: str) -> str:
 
 
 def _calibration(calibration: dict, conversion: dict) -> str:
-    later, perplexity = conversion.get("converted_layers"), calibration["perplexity"]
+    later = conversion.get("converted_layers")
     imitated = (
         f"the attention of layers {numbers(later)} in the source"
         if later
         else "the original's attention"
     )
     return (
-        f"W_Q and W_T fitted to {imitated} on {calibration['tokens']:,} tokens "
-        f"of text and on repeated passages; perplexity on {calibration['held_out_tokens']:,} "
-        f"others {perplexity['start']:.4g} before, {perplexity['calibrated']:.4g} after, "
-        f"{perplexity['original']:.4g} of the {'source' if later else 'original'}"
+        f"W_Q and W_T fitted to {imitated} on {calibration['tokens']:,} tokens of text and on "
+        f"repeated passages; {perplexity_in_words(calibration, conversion)}"
+    )
+
+
+def perplexity_in_words(calibration: dict, conversion: dict) -> str:
+    """The perplexities of a `calibration` in the record of its conversion."""
+    perplexity, of_layers = calibration["perplexity"], "converted_layers" in conversion
+    return (
+        f"perplexity on {calibration['held_out_tokens']:,} held-out tokens: "
+        f"{perplexity['start']:,.4g} before, {perplexity['calibrated']:,.4g} after, "
+        f"{perplexity['original']:,.4g} of the {'source' if of_layers else 'original'}"
         + (", all with the base from before" if "rope" in conversion else "")
     )
 

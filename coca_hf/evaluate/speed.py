@@ -256,8 +256,8 @@ def _bytes(tensors: Iterable[Any]) -> int:
 
 def _timed(step: Step, model: Any) -> tuple[float, int | None]:
     """Seconds of a step, and on a GPU the bytes at its peak."""
-    held = _bytes(model.parameters()) + step.held_bytes()
     if model.device.type == "cuda":
+        held = _bytes(model.parameters()) + step.held_bytes()
         seconds, added = timed_on_gpu(step.run)
         return seconds, held + added
     gc.collect()

@@ -492,10 +492,8 @@ class Corpus:
         # Another source may have a document, too, and must not train on what is held out of this one
         rule = HeldOut(*map(max, *(rule for rule, _ in found), HeldOut()))
         held_out = torch.cat([blocks for _, blocks in found]).numpy()
-        return {
-            **{"commits": commits, "rule": rule, "held_out_blocks": held_out},
-            **{"parts": {}, "sources": {}},
-        }
+        chosen = {"rule": rule, "held_out_blocks": held_out}
+        return {"commits": commits, **chosen, "parts": {}, "sources": {}}
 
     @property
     def _texts(self) -> dict[str, Source]:

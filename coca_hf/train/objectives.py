@@ -233,8 +233,8 @@ class Objective:
         return sum(weight * losses[name] for name, weight in self.weights.items())
 
     def take_means(self) -> dict[str, float]:
-        """Each loss, and that of the text, as `loss_<name>`, mean over the steps since the last call and all processes.
-        Every process calls this.
+        """Each loss, and that of the text, as `loss_<name>`, mean over the steps since the last
+        call and all processes. Every process calls this.
         """
         sums = torch.tensor(
             [self._sums[name] for name in self._logged], device=PartialState().device
