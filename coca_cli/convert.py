@@ -54,13 +54,13 @@ def convert_command(
             "fewer, a longer text has no distance that these layers were not trained for.",
         ),
     ] = None,
-    partial_rotary: Annotated[
+    content_pairs: Annotated[
         str | None,
         typer.Option(
-            help="Do not rotate every second rotary pair in these layers, as in 17,18,23 (one "
-            "layer: '8,'), so they match contents at any distance: for layers that look things up. "
-            "3:OUT names the three that coca-eval layers --out OUT ranks first; kept layers cannot be "
-            "among them."
+            help="How many of a head's rotary pairs, the slowest ones, are content pairs, which do "
+            "not rotate and may have negative coefficients: a number, or auto, those that do not "
+            "complete a rotation within the trained length. None by default, as in the paper, or those "
+            "of a CoCA source."
         ),
     ] = None,
     log_scale: Annotated[
@@ -210,9 +210,7 @@ def convert_command(
         # the other options have the names of convert_checkpoint's arguments
         options = context.params | {
             "keep_layers": None if keep_layers is None else _layers_to_keep(keep_layers),
-            "partial_rotary": ()
-            if partial_rotary is None
-            else _layer_numbers("--partial-rotary", partial_rotary),
+            "content_pairs": _content_pairs(content_pairs),
             "private": not public,
             "calibrate_on": calibrate,
             "ignore_fields": ignore_field or (),
@@ -235,31 +233,38 @@ def convert_command(
 
 
 def _layers_to_keep(text: str) -> list[int] | int | str:
-    """`6` and `auto` as they are, or the layers of `_layer_numbers`."""
+    """`6` and `auto` as they are, the layers of `8,17,18`, or of `6:OUT` the six that `coca-eval
+    layers --out OUT` ranks first.
+
+    Raises BadOption for anything else.
+    """
     if text == "auto":
         return text
     if re.fullmatch(r"\d{1,9}", text):
         return int(text)
-    return _layer_numbers("--keep-layers", text, "with --calibrate how many, as in 6, or auto; ")
-
-
-def _layer_numbers(option: str, text: str, other_forms: str = "") -> list[int]:
-    """The layers of `8,17,18`; of `6:OUT` the six that `coca-eval layers --out OUT` ranks first.
-
-    Raises BadOption for anything else, and names the `other_forms` that `option` takes.
-    """
-    number = r"\s*\d{1,9}\s*"
     if ranked := re.fullmatch(r"(\d{1,9}):(.*)", text):
-        return _harmed_most(option, int(ranked[1]), Path(ranked[2]))
+        return _harmed_most(int(ranked[1]), Path(ranked[2]))
+    number = r"\s*\d{1,9}\s*"
     if re.fullmatch(rf"({number},)+({number})?", text):
         return [int(found) for found in re.findall(r"\d+", text)]
     raise BadOption(
-        f"{option}: got {text!r}, expected layers by number, from 0, as in 8,17,18 (one "
-        f"layer: '8,'); {other_forms}or 6:OUT, the six that coca-eval layers --out OUT ranks first"
+        f"--keep-layers: got {text!r}, expected layers by number, from 0, as in 8,17,18 (one layer: "
+        "'8,'); with --calibrate how many, as in 6, or auto; or 6:OUT, the six that coca-eval layers "
+        "--out OUT ranks first"
     )
 
 
-def _harmed_most(option: str, count: int, out: Path) -> list[int]:
+def _content_pairs(text: str | None) -> int | str | None:
+    if text is None or text == "auto":
+        return text
+    if re.fullmatch(r"\d{1,9}", text):
+        return int(text)
+    raise BadOption(
+        f"--content-pairs: got {text!r}, expected how many of a head's pairs, as in 12, or auto"
+    )
+
+
+def _harmed_most(count: int, out: Path) -> list[int]:
     """The first `count` layers of the last ranking in `out`, which must be of one model."""
     try:
         lines = (out / "rows.jsonl").read_text(encoding="utf-8").splitlines()
@@ -269,16 +274,16 @@ def _harmed_most(option: str, count: int, out: Path) -> list[int]:
         ranked = [int(layer) for layer in rankings[-1]["order"][:count]]
     except (OSError, ValueError, LookupError, TypeError):
         raise BadOption(
-            f"{option}: got no ranking in {out}, expected the --out of coca-eval layers"
+            f"--keep-layers: got no ranking in {out}, expected the --out of coca-eval layers"
         ) from None
     if len(models) > 1:
         raise BadOption(
-            f"{option}: got rankings of {', '.join(models)} in {out}, expected one model's; give "
+            f"--keep-layers: got rankings of {', '.join(models)} in {out}, expected one model's; give "
             "coca-eval layers another --out for each"
         )
     if len(ranked) < count:
         what = f"{count} of the {len(ranked)} layers that {out} ranks"
-        raise BadOption(f"{option}: got {what}, expected fewer")
+        raise BadOption(f"--keep-layers: got {what}, expected fewer")
     return ranked
 
 
@@ -364,10 +369,10 @@ def _print_layers_and_sizes(facts: dict) -> None:
 
 
 def _print_attention(facts: dict) -> None:
-    from coca_hf.card import base_in_words, numbers
+    from coca_hf.card import base_in_words
 
-    if layers := facts["partial_rotary_layers"]:
-        _line("partial rotation", f"every second pair, in layers {numbers(layers)}")
+    if "content_pairs" in facts:
+        _line("content pairs", f"{facts['content_pairs']} of a head's pairs, the slowest ones")
     if "log_scale" in facts:
         _line("log scale", f"{facts['log_scale']:g}")
     if "rope" in facts:

@@ -176,7 +176,7 @@ def _lead(conversion: dict, stages: list[dict], base: str) -> str:
 def _conversion(record: dict, base: str) -> str:
     """A list: what the last conversion did, and what earlier ones fitted and rotated otherwise."""
     parameters, later = record["parameters"], record.get("converted_layers")
-    still, earlier = record.get("partial_rotary_layers"), record.get("earlier", [])
+    content, earlier = record.get("content_pairs"), record.get("earlier", [])
     source = Path(record["source"]).name if earlier else base
     lines = {
         "source": f"{source}, {record['source_format']}",
@@ -185,7 +185,7 @@ def _conversion(record: dict, base: str) -> str:
         "form": record["constraint"],
         **({"original attention": kept_in_words(record)} if record.get("kept_layers") else {}),
         **({"log scale": f"{record['log_scale']:g}"} if "log_scale" in record else {}),
-        **({"every second rotary pair stands still": f"layers {numbers(still)}"} if still else {}),
+        **({"content pairs": f"{content} of each head"} if content else {}),
         "dtype": record["dtype"],
         "parameters": f"{parameters['before']:,} before, {parameters['after']:,} after",
         "start of W_T": record["start"]["rule"],

@@ -54,15 +54,15 @@ def test_what_starts_after_a_run_is_a_conversion_of_what_that_has_trained(monkey
             (stage / "training.json").touch()
 
     monkeypatch.setitem(RUN["checkpoint_of"].__globals__, "run", run)
-    found = RUN["checkpoint_of"](PLANS["lookups"], "three converted later, recovered", 1, tmp_path)
-    assert found == tmp_path / "trained/three-converted-later-recovered-1/1-recover"
-    later = "OUT/starts/three-converted-later-1"
+    found = RUN["checkpoint_of"](PLANS["lookups"], "six converted later, recovered", 1, tmp_path)
+    assert found == tmp_path / "trained/six-converted-later-recovered-1/1-recover"
+    later = "OUT/starts/six-converted-later-1"
     assert [words[:3] for words in commands[::2]] == [
-        ["coca-convert", "quickstart/original", "OUT/starts/three-kept"],
-        ["coca-convert", "OUT/trained/three-kept-recovered-1/1-recover", later],
+        ["coca-convert", "quickstart/original", "OUT/starts/six-kept-content"],
+        ["coca-convert", "OUT/trained/six-kept-content-recovered-1/1-recover", later],
     ]
     assert [words[2] for words in commands[1::2]] == [
-        'model="OUT/starts/three-kept"',
+        'model="OUT/starts/six-kept-content"',
         f'model="{later}"',
     ]
 

@@ -32,7 +32,15 @@ import torch
 from torch import Tensor
 
 from coca_hf.convert.layer_pairs import Angles, HiddenStates, LayerPairs, batches, run_layer
-from coca_hf.models.attention import CocaAttention, coca_query, own_angles, scaled_key, unit_key
+from coca_hf.models.attention import (
+    CocaAttention,
+    coca_query,
+    content_pairs,
+    own_angles,
+    rectified,
+    scaled_key,
+    unit_key,
+)
 
 STEPS = 1280  # of every layer, at least
 QUERIES = 48  # of a block in one step
@@ -212,12 +220,13 @@ def folded(
     attention: CocaAttention, q: Tensor, t: Tensor, angles: tuple[Tensor, Tensor], rows: Tensor
 ) -> tuple[Tensor, Tensor]:
     """As `fold`, from queries (b, h, r, d) and coefficients (b, g, n, j)."""
-    constraint = attention.config.coca_constraint
-    angles = own_angles(attention.config, attention.layer_idx, *angles)
+    config = attention.config
+    constraint, content = config.coca_constraint, config.coca_content_pairs
+    angles = own_angles(*angles, content)
     cos, sin = (part.unsqueeze(1) for part in angles)
     cos_of_rows, sin_of_rows = (_take(part, rows).unsqueeze(1) for part in angles)
-    query = coca_query(q, cos_of_rows, sin_of_rows, constraint) * attention.scaling
-    return query, Keys.apply(t, unit_key(cos, sin, constraint))
+    query = coca_query(q, cos_of_rows, sin_of_rows, constraint, content) * attention.scaling
+    return query, Keys.apply(t, unit_key(cos, sin, constraint), content)
 
 
 def _take(x: Tensor, rows: Tensor) -> Tensor:
@@ -242,22 +251,24 @@ def later_keys(rows: Tensor, length: int) -> Tensor:
 
 
 class Keys(torch.autograd.Function):
-    """`scaled_key(relu(t), unit_key)`, except that coefficients below zero also have a gradient.
+    """`scaled_key(rectified(t), unit_key)`, except that coefficients below zero also have a gradient.
 
     It is `LEAK` times the usual one, where the loss wants the coefficient to grow.
     """
 
     @staticmethod
-    def forward(ctx: Any, t: Tensor, unit: Tensor) -> Tensor:
+    def forward(ctx: Any, t: Tensor, unit: Tensor, content: int) -> Tensor:
         ctx.save_for_backward(t, unit)
-        return scaled_key(t.relu(), unit)
+        ctx.content = content
+        return scaled_key(rectified(t, content), unit)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         t, unit = ctx.saved_tensors
         first, second = gradient.chunk(2, -1)
         to_t = (first * unit[..., 0, :]).addcmul_(second, unit[..., 1, :])
-        return torch.where(t > 0, to_t, LEAK * to_t.clamp(max=0)), None
+        is_passed = (t > 0) | content_pairs(t, ctx.content)
+        return torch.where(is_passed, to_t, LEAK * to_t.clamp(max=0)), None, None
 
 
 @torch.no_grad()

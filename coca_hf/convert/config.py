@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import (
@@ -18,7 +18,14 @@ from transformers import (
 from coca_hf.errors import CocaError, library_errors
 from coca_hf.models.attention import layer_types
 from coca_hf.models.decoder import MASKS, CocaConfig, CocaPreTrainedModel
-from coca_hf.models.rotary import SUPPORTED_ROPE_TYPES, ntk_base, rotary_dim, unscaled_len
+from coca_hf.models.rotary import (
+    LENGTH_DEPENDENT_ROPE_TYPES,
+    SUPPORTED_ROPE_TYPES,
+    CocaRotaryEmbedding,
+    ntk_base,
+    rotary_dim,
+    unscaled_len,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,14 +156,9 @@ class Form:
     ntk_factor: float | None
     released: bool
     ignored_fields: Collection[str]
-    partial_rotary: Collection[int]
+    content_pairs: int | Literal["auto"] | None
     kept_window: int | None = None
     log_scale: float | None = None
-
-    def keeping(self, layers: Collection[int], window: int | None) -> "Form":
-        """The form if calibration chooses these kept `layers`, which rotate every pair."""
-        partial_rotary = [layer for layer in self.partial_rotary if layer not in layers]
-        return dataclasses.replace(self, partial_rotary=partial_rotary, kept_window=window)
 
 
 def is_coca(config: Mapping) -> bool:
@@ -175,26 +177,22 @@ def converted_config(
     """
     kept = None if kept_layers is None else sorted(kept_layers)
     if not is_coca(config):
-        constraint, partial_rotary = form.constraint or "slack", form.partial_rotary
-        return coca_config(
-            config, constraint, where, kept or (), partial_rotary, form.ignored_fields
-        )
+        constraint, content = form.constraint or "slack", form.content_pairs or 0
+        return coca_config(config, constraint, where, kept or (), content, form.ignored_fields)
     own = _copied_config(config, where, form.ignored_fields)
     _check_same("--constraint", form.constraint, own.coca_constraint, where)
-    partial = sorted(own.coca_partial_rotary_layers)
+    asked = slow_pairs(own) if form.content_pairs == "auto" else form.content_pairs
+    _check_same("--content-pairs", asked, own.coca_content_pairs, where)
     if form.ntk_length or form.log_scale is not None:
         _check_same("--keep-layers", kept, sorted(own.coca_kept_layers), where)
-        _check_same("--partial-rotary", sorted(form.partial_rotary) or None, partial, where)
         return own
-    for option, asked in (("--keep-layers", kept or ()), ("--partial-rotary", form.partial_rotary)):
-        if foreign := {*asked} - {*own.coca_kept_layers}:
-            raise CocaError(
-                f"{where}: {option}: got layers {sorted(foreign)}, expected some of "
-                f"{sorted(own.coca_kept_layers)}, which the source keeps; its others are CoCA"
-            )
+    if foreign := {*(kept or ())} - {*own.coca_kept_layers}:
+        raise CocaError(
+            f"{where}: --keep-layers: got layers {sorted(foreign)}, expected some of "
+            f"{sorted(own.coca_kept_layers)}, which the source keeps; its others are CoCA"
+        )
     layers = {
         "coca_kept_layers": kept or [],
-        "coca_partial_rotary_layers": sorted({*partial, *form.partial_rotary}),
         "coca_kept_window": own.coca_kept_window if kept else None,
     }
     result = _copied_config({**config, **layers}, where, form.ignored_fields)
@@ -216,12 +214,13 @@ def coca_config(
     constraint: str,
     where: str,
     kept_layers: Iterable[int] = (),
-    partial_rotary: Iterable[int] = (),
+    content_pairs: int | Literal["auto"] = 0,
     ignored: Collection[str] = (),
 ) -> CocaConfig:
     """The CoCA configuration for a checkpoint's `config.json`, which `where` names in errors.
 
-    ignored: unknown fields that the user declares inert.
+    content_pairs: `auto` stands for `slow_pairs`. ignored: unknown fields that the user declares
+    inert.
 
     Raises CocaError for an unknown family, a field that is not understood, or a value that CoCA
     does not support.
@@ -245,10 +244,24 @@ def coca_config(
             **fields,
             coca_constraint=constraint,
             coca_kept_layers=list(kept_layers),
-            coca_partial_rotary_layers=sorted(partial_rotary),
+            coca_content_pairs=0 if content_pairs == "auto" else content_pairs,
         )
+        if content_pairs == "auto":
+            result.coca_content_pairs = slow_pairs(result)
     _check_positions(result, family, where)
     return result
+
+
+def slow_pairs(config: CocaConfig) -> int:
+    """How many of a head's pairs, the last ones, do not complete a rotation within the trained
+    length. Pairs that do not rotate count.
+    """
+    rope, length = CocaRotaryEmbedding(config), config.max_position_embeddings
+    if rope.rope_type in ("default", *LENGTH_DEPENDENT_ROPE_TYPES):
+        length = unscaled_len(config)
+    turns = rope.initial_buffers()["inv_freq"] * length / (2 * math.pi)
+    slow = (turns < 1).flip(0).cumprod(0).sum()  # of those that rotate
+    return config.head_dim // 2 - len(turns) + int(slow)
 
 
 def check_kept_window(

@@ -1,6 +1,7 @@
 """Convert a checkpoint on disk, a block at a time: `convert_checkpoint`."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 import xxhash
@@ -67,7 +69,7 @@ def convert_checkpoint(
     seed: int = 0,
     calibrate_progress: Report | None = None,
     keep_layers: Sequence[int] | int | str | None = None,
-    partial_rotary: Collection[int] = (),
+    content_pairs: int | Literal["auto"] | None = None,
     keep_window: int | None = None,
     log_scale: float | None = None,
     revision: str | None = None,
@@ -103,8 +105,9 @@ def convert_checkpoint(
     calibrate_progress: called with a `CalibrationProgress` before the first layer and after each
     keep_layers: numbers, from 0, of the layers that keep the original's attention; or, with
         calibrate_on, how many, or `auto`: those whose conversion harms most (`calibration.py`)
-    partial_rotary: numbers of the layers in which every second rotary pair is not rotated and so
-        matches contents at any distance (`CocaConfig`); layers that calibration keeps are left out
+    content_pairs: how many of a head's pairs, the slowest ones, are content pairs
+        (`models/attention.py`): none by default, or those of a CoCA `src`; `auto`: those that do
+        not complete a rotation within the trained length
     keep_window: tokens that kept layers attend to, the query's own included; all by default
     log_scale: how much CoCA layers sharpen their maps as contexts become longer (`CocaConfig`); a
         CoCA `src` then keeps its layers
@@ -137,14 +140,14 @@ def convert_checkpoint(
         *ntk,
         released,
         ignore_fields,
-        partial_rotary,
+        content_pairs,
         None if ranked else keep_window,
         log_scale,
     )
     sources = [src] if adapter is None else [src, os.fspath(adapter)]
     preflight.check_paths(sources, dst)
     preflight.check_options(form)
-    preflight.check_layers(named, ranked, partial_rotary, calibrate_on)
+    preflight.check_layers(named, ranked, calibrate_on)
     check_kept_window(keep_window, ranked or named, calibrate_block if calibrate_on else 1)
     if calibrate_on:
         preflight.check_device(device)
@@ -181,7 +184,7 @@ def convert_checkpoint(
             calibration = Calibration(layout, place, *amounts, device, seed, ranked is not None)
 
         def keeping(kept: Sequence[int]) -> Layout:
-            return Layout(source, form.keeping(kept, keep_window), kept)
+            return Layout(source, dataclasses.replace(form, kept_window=keep_window), kept)
 
         expected, possible = layout, [layout]
         if ranked:  # which layers they are does not change the sizes
@@ -196,7 +199,7 @@ def convert_checkpoint(
             seconds = time.perf_counter() - began if numbers_are_here else None
             plan = _plan(expected, calibration, target, seconds)
             if ranked:
-                plan |= {"kept_layers": ranked, "partial_rotary_layers": list(partial_rotary)}
+                plan["kept_layers"] = ranked
             if ranked and keep_window:
                 plan["kept_window"] = keep_window
             return plan
@@ -303,7 +306,7 @@ def _facts(layout: Layout) -> dict:
         "kept_layers": layout.config.coca_kept_layers,
         **({"kept_window": window} if (window := layout.config.coca_kept_window) else {}),
         **({"windowed_layers": layout.config.windowed_layers()} if window else {}),
-        "partial_rotary_layers": layout.config.coca_partial_rotary_layers,
+        **({"content_pairs": pairs} if (pairs := layout.config.coca_content_pairs) else {}),
         **({"log_scale": scale} if (scale := layout.config.coca_log_scale) else {}),
         **({"rope": layout.ntk} if layout.ntk else {}),
         "dtype": str(layout.config.dtype).removeprefix("torch."),

@@ -409,7 +409,7 @@ def _check_released(config: CocaConfig, family: Family | None, where: str) -> No
         not in ("coca_llama", "coca_gpt_neox"),
         "--constraint strict": config.coca_constraint != "slack",
         "--keep-layers": bool(config.coca_kept_layers),
-        "--partial-rotary": bool(config.coca_partial_rotary_layers),
+        "--content-pairs": bool(config.coca_content_pairs),
         "a rotary_pct below 1": rotary_dim(config) != config.head_dim,
     }
     if found := [problem for problem, is_found in problems.items() if is_found]:

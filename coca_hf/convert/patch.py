@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Collection, Iterable
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -30,7 +31,7 @@ def patch_(
     constraint: str = "slack",
     keep_original: bool = False,
     keep_layers: Iterable[int] = (),
-    partial_rotary: Iterable[int] = (),
+    content_pairs: int | Literal["auto"] = 0,
     keep_window: int | None = None,
     ignore_fields: Collection[str] = (),
 ) -> CocaPreTrainedModel:
@@ -41,9 +42,10 @@ def patch_(
     are new parameters, too. Other models in the process do not change. keep_original: hold on to
     what is replaced, and to its memory, so `unpatch_` can restore it. keep_layers: numbers, from 0,
     of the layers that keep the original's attention; keep_window: tokens that these attend to, all
-    by default; partial_rotary: numbers of the layers in which every second rotary pair is not
-    rotated (`CocaConfig`). ignore_fields: fields of the model's config that are unknown here and
-    that you declare inert.
+    by default; content_pairs: how many of a head's pairs, the slowest ones, are content pairs
+    (`models/attention.py`), or `auto`, those that do not complete a rotation within the trained
+    length. ignore_fields: fields of the model's config that are unknown here and that you declare
+    inert.
 
     Gradient checkpointing and `enable_input_require_grads` stay on. Other hooks would be lost, so
     they are refused.
@@ -76,7 +78,7 @@ def patch_(
         constraint,
         "patch_: model.config",
         keep_layers,
-        partial_rotary,
+        content_pairs,
         ignore_fields,
     )
     config = with_kept_window(config, keep_window, "patch_: model.config")

@@ -31,6 +31,10 @@ def check_options(form: Form) -> None:
         raise CocaError(f"--constraint: got {form.constraint!r}, expected slack or strict")
     if form.dtype != "auto" and form.dtype not in DTYPES:
         raise CocaError(f"--dtype: got {form.dtype!r}, expected auto, {', '.join(DTYPES)}")
+    if isinstance(form.content_pairs, str) and form.content_pairs != "auto":
+        raise CocaError(
+            f"--content-pairs: got {form.content_pairs!r}, expected how many of a head's pairs, or auto"
+        )
     if form.ntk_length is not None and form.ntk_length < 1:
         raise CocaError(f"--ntk-length: got {form.ntk_length}, expected the total number of tokens")
     if form.log_scale is not None and not 0 <= form.log_scale <= 1:
@@ -44,16 +48,14 @@ def check_options(form: Form) -> None:
 def check_layers(
     named: Sequence[int] | None,
     ranked: int | str | None,
-    partial_rotary: Collection[int],
     calibrate_on: str | None,
 ) -> None:
     """named: the layers of --keep-layers; or ranked: how many, or `auto`."""
-    for option, layers in (("--keep-layers", named or ()), ("--partial-rotary", partial_rotary)):
-        if twice := sorted(layer for layer, count in Counter(layers).items() if count > 1):
-            raise CocaError(
-                f"{option}: got layer {twice[0]} more than once in {list(layers)}, expected each "
-                "layer once"
-            )
+    if twice := sorted(layer for layer, count in Counter(named or ()).items() if count > 1):
+        raise CocaError(
+            f"--keep-layers: got layer {twice[0]} more than once in {list(named or ())}, expected "
+            "each layer once"
+        )
     if ranked is None:
         return
     if ranked != "auto" and (isinstance(ranked, str) or ranked < 1):

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from coca_hf.card import kept_in_words, numbers
+from coca_hf.card import kept_in_words
 from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.loaded_model import trained_length
 from coca_hf.models.decoder import CocaConfig
@@ -64,7 +64,7 @@ def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict
         "kept_window": config.coca_kept_window if is_coca else None,
         "windowed_layers": config.windowed_layers() if is_coca else None,
         "log_scale": config.coca_log_scale if is_coca else None,
-        "partial_rotary_layers": sorted(config.coca_partial_rotary_layers) if is_coca else None,
+        "content_pairs": config.coca_content_pairs if is_coca else None,
         "rope": _rope(config),
         "trained_length": trained_length(config),
         "max_length": getattr(config, "max_position_embeddings", None),
@@ -89,9 +89,8 @@ def describe(facts: dict[str, Any]) -> str:
     attention = f"CoCA, {facts['constraint']}" if facts["constraint"] else "plain"
     if facts["kept_layers"]:
         attention += f"; the original's in {kept_in_words(facts)}"
-    if facts["partial_rotary_layers"]:
-        layers = numbers(facts["partial_rotary_layers"])
-        attention += f"; every second rotary pair stands still in layers {layers}"
+    if facts["content_pairs"]:
+        attention += f"; {facts['content_pairs']} content pairs"
     if facts["log_scale"]:
         attention += f"; log scale {facts['log_scale']:g}"
     trained, longest = facts["trained_length"], facts["max_length"]

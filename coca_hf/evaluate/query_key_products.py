@@ -58,14 +58,14 @@ def visiting_products(
     to its own `apply_rotary_pos_emb`, which all families call by that name, after biases, norms and
     the like. CoCA's q and t are what its attention passes to `rotated`.
 
-    Raises CocaError for layers of partial rotation, and for a model whose RoPE is unknown.
+    Raises CocaError for models with content pairs, and for a model whose RoPE is unknown.
     """
     is_rotated = getattr(model.config, "no_rope_layers", None)  # by layer, of SmolLM3
     all_of_coca = [m for m in model.modules() if isinstance(m, attention.CocaAttention)]
-    if partial := getattr(model.config, "coca_partial_rotary_layers", None):
+    if content := getattr(model.config, "coca_content_pairs", None):
         raise CocaError(
-            f"{type(model).__name__}: got layers of partial rotation ({partial}), whose pairs have "
-            "other angles; expected none"
+            f"{type(model).__name__}: got {content} content pairs, which have no angles; expected "
+            "none"
         )
     if attentions := [
         module for module in all_of_coca if is_rotated is None or is_rotated[module.layer_idx]

@@ -17,7 +17,7 @@ SCALE = tl.constexpr(QUERY_SCALE)
 
 
 def fused_fold(
-    q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str
+    q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str, content: int = 0
 ) -> tuple[Tensor, Tensor]:
     """`plain_fold` with the same arguments, the same results up to rounding, and gradients of q and
     t. The last axis may have any stride.
@@ -25,18 +25,20 @@ def fused_fold(
     Raises ValueError in backward if cos or sin need a gradient, which `CocaRotaryEmbedding` never
     asks for.
     """
-    return _fold(q, t, cos, sin, constraint == "strict")
+    return _fold(q, t, cos, sin, constraint == "strict", content)
 
 
 @torch.library.custom_op("coca::fold", mutates_args=())
-def _fold(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, strict: bool) -> tuple[Tensor, Tensor]:
+def _fold(
+    q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, strict: bool, content: int
+) -> tuple[Tensor, Tensor]:
     query, key = _like_tokens(q, q.shape[-1]), _like_tokens(t, q.shape[-1])
-    _launch(_fold_kernel, (q, query), (t, key), cos, sin, strict)
+    _launch(_fold_kernel, (q, query), (t, key), cos, sin, strict, content)
     return query, key
 
 
 @_fold.register_fake
-def _(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, strict: bool) -> tuple[Tensor, Tensor]:
+def _(q, t, cos, sin, strict, content):
     return _like_tokens(q, q.shape[-1]), _like_tokens(t, q.shape[-1])
 
 
@@ -49,14 +51,16 @@ def _fold_backward(
     cos: Tensor,
     sin: Tensor,
     strict: bool,
+    content: int,
 ) -> tuple[Tensor, Tensor]:
     grad_q, grad_t = _like_tokens(q, q.shape[-1]), _like_tokens(t, t.shape[-1])
-    _launch(_fold_backward_kernel, (q, grad_query, grad_q), (t, grad_key, grad_t), cos, sin, strict)
+    of_query, of_t = (q, grad_query, grad_q), (t, grad_key, grad_t)
+    _launch(_fold_backward_kernel, of_query, of_t, cos, sin, strict, content)
     return grad_q, grad_t
 
 
 @_fold_backward.register_fake
-def _(grad_query, grad_key, q, t, cos, sin, strict):
+def _(grad_query, grad_key, q, t, cos, sin, strict, content):
     return _like_tokens(q, q.shape[-1]), _like_tokens(t, t.shape[-1])
 
 
@@ -65,12 +69,13 @@ def _save(ctx, inputs, output) -> None:
         raise ValueError(
             "coca fold: got angles that need a gradient, expected constants; use plain_fold"
         )
-    *tensors, ctx.strict = inputs
+    *tensors, ctx.strict, ctx.content = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx, grad_query: Tensor, grad_key: Tensor):
-    return *_fold_backward(grad_query, grad_key, *ctx.saved_tensors, ctx.strict), None, None, None
+    gradients = _fold_backward(grad_query, grad_key, *ctx.saved_tensors, ctx.strict, ctx.content)
+    return *gradients, None, None, None, None
 
 
 _fold.register_autograd(_backward, setup_context=_save)
@@ -89,6 +94,7 @@ def _launch(
     cos: Tensor,
     sin: Tensor,
     strict: bool,
+    content: int,
 ):
     """Run `kernel` over the rows of the query's tensors, then over those of t's. It writes the last
     tensor of each.
@@ -118,6 +124,7 @@ def _launch(
             T_HEADS=t.shape[1],
             PAIRS=pairs,
             STRICT=strict,
+            CONTENT=content,
             BLOCK_ROWS=block_rows,
             BLOCK_PAIRS=block_pairs,
             COMPUTE=tl.float64 if q.dtype == torch.float64 else tl.float32,
@@ -137,9 +144,10 @@ def _fold_kernel(
     cos_b, cos_m, cos_d, sin_b, sin_m, sin_d,
     query_blocks, query_rows, t_rows, length,
     QUERY_HEADS: tl.constexpr, T_HEADS: tl.constexpr, PAIRS: tl.constexpr, STRICT: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, COMPUTE: tl.constexpr,
+    CONTENT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
+    still = tl.arange(0, BLOCK_PAIRS)[None, :] >= PAIRS - CONTENT  # content pairs
     if block < query_blocks:
         b, h, m, pair, inside = _rows(
             block, query_rows, length, QUERY_HEADS, PAIRS, BLOCK_ROWS, BLOCK_PAIRS
@@ -150,10 +158,11 @@ def _fold_kernel(
         real = _load(q_ptr, row, pair * q_d, inside, COMPUTE)
         imag = _load(q_ptr, row, (pair + PAIRS) * q_d, inside, COMPUTE)
         if STRICT:
-            energy = real * real + imag * imag
+            energy = tl.where(still, real + imag, real * real + imag * imag)
             first, second = energy * cos, energy * sin
         else:
-            first, second = real * (real * cos - imag * sin), imag * (imag * cos + real * sin)
+            first = tl.where(still, 1.0, real) * (real * cos - imag * sin)
+            second = tl.where(still, 1.0, imag) * (imag * cos + real * sin)
         row = b * query_b + h * query_h + m * query_m
         _store(query_ptr, row, pair * query_d, first * SCALE, inside)
         _store(query_ptr, row, (pair + PAIRS) * query_d, second * SCALE, inside)
@@ -164,7 +173,7 @@ def _fold_kernel(
         cos = _load(cos_ptr, b * cos_b + m * cos_m, pair * cos_d, inside, COMPUTE)
         sin = _load(sin_ptr, b * sin_b + m * sin_m, pair * sin_d, inside, COMPUTE)
         t = _load(t_ptr, b * t_b + h * t_h + m * t_m, pair * t_d, inside, COMPUTE)
-        t = tl.where(t < 0, 0.0, t)  # not maximum, which would hide a NaN
+        t = tl.where((t < 0) & ~still, 0.0, t)  # not maximum, which would hide a NaN
         if STRICT:
             first, second = t * cos, t * sin
         else:
@@ -182,9 +191,10 @@ def _fold_backward_kernel(
     cos_b, cos_m, cos_d, sin_b, sin_m, sin_d,
     query_blocks, query_rows, t_rows, length,
     QUERY_HEADS: tl.constexpr, T_HEADS: tl.constexpr, PAIRS: tl.constexpr, STRICT: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, COMPUTE: tl.constexpr,
+    CONTENT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
+    still = tl.arange(0, BLOCK_PAIRS)[None, :] >= PAIRS - CONTENT  # content pairs
     if block < query_blocks:
         b, h, m, pair, inside = _rows(
             block, query_rows, length, QUERY_HEADS, PAIRS, BLOCK_ROWS, BLOCK_PAIRS
@@ -198,12 +208,18 @@ def _fold_backward_kernel(
         grad_first = _load(grad_query_ptr, row, pair * query_d, inside, COMPUTE) * SCALE
         grad_second = _load(grad_query_ptr, row, (pair + PAIRS) * query_d, inside, COMPUTE) * SCALE
         if STRICT:
-            grad_energy = 2 * (grad_first * cos + grad_second * sin)
-            grad_real, grad_imag = grad_energy * real, grad_energy * imag
+            grad_energy = grad_first * cos + grad_second * sin
+            grad_real = grad_energy * tl.where(still, 1.0, 2 * real)
+            grad_imag = grad_energy * tl.where(still, 1.0, 2 * imag)
         else:
             across = (grad_second - grad_first) * sin
-            grad_real = 2 * grad_first * real * cos + across * imag
-            grad_imag = 2 * grad_second * imag * cos + across * real
+            of_real, of_imag = grad_first * cos, grad_second * cos
+            grad_real = tl.where(
+                still, of_real + grad_second * sin, 2 * of_real * real + across * imag
+            )
+            grad_imag = tl.where(
+                still, of_imag - grad_first * sin, 2 * of_imag * imag + across * real
+            )
         row = b * grad_q_b + h * grad_q_h + m * grad_q_m
         _store(grad_q_ptr, row, pair * grad_q_d, grad_real, inside)
         _store(grad_q_ptr, row, (pair + PAIRS) * grad_q_d, grad_imag, inside)
@@ -222,7 +238,8 @@ def _fold_backward_kernel(
         else:
             grad_t = grad_first * (cos - sin) + grad_second * (cos + sin)
         row = b * grad_t_b + h * grad_t_h + m * grad_t_m
-        _store(grad_t_ptr, row, pair * grad_t_d, tl.where(t > 0, grad_t, 0.0), inside)
+        grad_t = tl.where((t > 0) | still, grad_t, 0.0)
+        _store(grad_t_ptr, row, pair * grad_t_d, grad_t, inside)
 
 
 @triton.jit

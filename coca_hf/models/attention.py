@@ -17,6 +17,11 @@ attention) therefore computes CoCA unchanged. Strict depends on m - n only, slac
 
 Both square the query, which overflows in float16 for entries above 181. The folded query is
 therefore multiplied by `QUERY_SCALE`, and `CocaAttention.scaling` divides by it.
+
+The slowest `config.coca_content_pairs` pairs of every head, none in the paper, are content pairs. They
+do not rotate, so there is no angle for CoCA to remove, and their coefficients may have either sign:
+
+    content  a(m, n) = sum_j t_j (q_j + q_{j+d/2})
 """
 
 from collections.abc import Callable
@@ -42,18 +47,25 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return swapped.mul_(_row(-sin, sin)).addcmul_(x, _row(cos, cos))
 
 
-def own_angles(config, layer_idx: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The cosines and sines of a layer's pairs, each (..., j), from those of the model.
+def content_pairs(x: Tensor, content: int) -> Tensor:
+    """Which pairs of `x`, (..., j), are the `content` slowest ones, (j,)."""
+    pairs = x.shape[-1]
+    return torch.arange(pairs, device=x.device) >= pairs - content
 
-    In the layers of `config.coca_partial_rotary_layers`, every second pair has angle zero and
-    scores `t_j (q_j^2 + q_{j+d/2}^2)` at every distance. The factor by which YaRN and longrope
-    lengthen rotated pairs does not apply to it, as in the partial rotary embeddings of
-    transformers. A pair that rotates matches content only up to a quarter of its period away, which
-    is a small part of a long context for all but a head's slowest pairs.
+
+def own_angles(cos: Tensor, sin: Tensor, content: int) -> tuple[Tensor, Tensor]:
+    """The cosines and sines of CoCA's pairs, each (..., j), from those of the model: content pairs
+    have angle zero.
+
+    The factor by which YaRN and longrope lengthen rotated pairs does not apply to them, as in the
+    partial rotary embeddings of transformers. A pair that rotates matches content only up to a
+    quarter of its period away; the slowest pairs, which do not complete a rotation within the
+    trained length, hardly tell positions apart, and carry content in the original, too (arXiv
+    2410.06205).
     """
-    if layer_idx not in config.coca_partial_rotary_layers:
+    if not content:
         return cos, sin
-    still = torch.arange(cos.shape[-1], device=cos.device) % 2 == 1
+    still = content_pairs(cos, content)
     return cos.masked_fill(still, 1), sin.masked_fill(still, 0)
 
 
@@ -74,33 +86,44 @@ def _row(first: Tensor, second: Tensor) -> Tensor:
     return torch.cat((first, second), dim=-1)
 
 
-def coca_query(q: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
+def coca_query(q: Tensor, cos: Tensor, sin: Tensor, constraint: str, content: int = 0) -> Tensor:
     """Fold the query's own rotation into it. The dot product with `coca_key` is `QUERY_SCALE` times
     the CoCA score.
 
     slack: `q o R_m q` (eq. 10 without the constraint of eq. 11); strict: `R_m [|q|^2, 0]` (eq. 9,
-    closed form eq. 17).
+    closed form eq. 17). Content pairs, if there are any: `q`, and `[q_j + q_{j+d/2}, 0]`.
 
     q: (b, h, m, d); cos, sin: (b, 1, m, j). Returns (b, h, m, d).
     """
-    q = q * QUERY_SCALE**0.5  # before it is squared
+    root = QUERY_SCALE**0.5
+    q = q * root  # before it is squared
+    still = content_pairs(cos, content) if content else None
     if constraint == "slack":
+        factor = q if still is None else q.masked_fill(_row(still, still), root)
         # in this order, because the result takes the memory layout of the first, (b, h, m, d)
-        return rotate(q, cos, sin) * q
+        return rotate(q, cos, sin) * factor
     real, imag = q.chunk(2, dim=-1)
     energy = real.square() + imag.square()
+    if still is not None:
+        energy = torch.where(still, (real + imag) * root, energy)
     return _row(energy, energy) * _row(cos, sin)
 
 
-def coca_key(t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
+def coca_key(t: Tensor, cos: Tensor, sin: Tensor, constraint: str, content: int = 0) -> Tensor:
     """Rotate the collinear coefficients into the key of a plain dot product.
 
-    slack: `R_n [t, t]`; strict: `R_n [t, 0]`. There is one coefficient per pair, and ReLU makes it
-    non-negative (eq. 6 and 7).
+    slack: `R_n [t, t]`; strict: `R_n [t, 0]`.
 
     t: (b, g, n, j), before the ReLU; cos, sin: (b, 1, n, j). Returns (b, g, n, d).
     """
-    return scaled_key(t.relu(), unit_key(cos, sin, constraint))
+    return scaled_key(rectified(t, content), unit_key(cos, sin, constraint))
+
+
+def rectified(t: Tensor, content: int) -> Tensor:
+    """One coefficient per pair, (b, g, n, j), which ReLU makes non-negative (eq. 6 and 7), except
+    in content pairs, if there are any.
+    """
+    return torch.where(content_pairs(t, content), t, t.relu()) if content else t.relu()
 
 
 def unit_key(cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
@@ -116,21 +139,24 @@ def scaled_key(t: Tensor, unit: Tensor) -> Tensor:
 
 
 def plain_fold(
-    q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str
+    q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str, content: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Query (b, h, m, d) and key (b, g, m, d) of ordinary attention, from the arguments of
     `coca_query` and `coca_key`.
     """
-    return coca_query(q, cos, sin, constraint), coca_key(t, cos, sin, constraint)
+    query = coca_query(q, cos, sin, constraint, content)
+    return query, coca_key(t, cos, sin, constraint, content)
 
 
 # type of device -> a faster implementation of `plain_fold`, registered by coca_hf.kernels
 FOLDS: dict[str, Callable] = {}
 
 
-def fold(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> tuple[Tensor, Tensor]:
+def fold(
+    q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str, content: int
+) -> tuple[Tensor, Tensor]:
     """`plain_fold`, by the fastest implementation for the device."""
-    return FOLDS.get(q.device.type, plain_fold)(q, t, cos, sin, constraint)
+    return FOLDS.get(q.device.type, plain_fold)(q, t, cos, sin, constraint, content)
 
 
 def layer_types(config) -> list[str]:
@@ -205,7 +231,9 @@ class CocaAttention(nn.Module):
 
     def rotated(self, q: Tensor, t: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Query (b, h, m, d) and key (b, g, m, d) of ordinary attention; cos, sin: (b, 1, m, j)."""
-        return fold(q, t, cos, sin, self.config.coca_constraint)
+        content = self.config.coca_content_pairs
+        angles = own_angles(cos, sin, content)
+        return fold(q, t, *angles, self.config.coca_constraint, content)
 
     def sharpened(self, query: Tensor, position_ids: Tensor) -> Tensor:
         """Query (b, h, m, d), multiplied by the `log_factor` of `config.coca_log_scale`."""
@@ -230,7 +258,7 @@ class CocaAttention(nn.Module):
         leading = hidden_states.shape[:-1]
         q, t, value = self.project(hidden_states)
         cos, sin = (part.unsqueeze(1) for part in position_embeddings)
-        query, key = self.rotated(q, t, *own_angles(self.config, self.layer_idx, cos, sin))
+        query, key = self.rotated(q, t, cos, sin)
         query = self.sharpened(query, position_ids)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx, t=t, angles=(cos, sin))

@@ -19,7 +19,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from .attention import own_angles, scaled_key, unit_key
+from .attention import own_angles, rectified, scaled_key, unit_key
 
 ROOM = 256  # tokens
 
@@ -61,7 +61,8 @@ class HalfWidth(Cache):
             self.angles[t.device].update(*(part.expand(len(t), -1, -1, -1) for part in angles))
         if t.shape == key_states.shape:
             return super().update(key_states, value_states, layer_idx)
-        t, value = super().update(t.relu(), value_states, layer_idx)
+        t = rectified(t, self.config.coca_content_pairs)
+        t, value = super().update(t, value_states, layer_idx)
         if t.shape[-2] == key_states.shape[-2]:
             return key_states, value
         if self.config._attn_implementation == "coca":
@@ -70,12 +71,12 @@ class HalfWidth(Cache):
 
     def keys_of(self, t: Tensor, layer_idx: int) -> Tensor:
         """Keys (b, g, n, d) for all `t` of a layer."""
-        return scaled_key(t, self.unit_keys(t.device, layer_idx)[..., -t.shape[-2] :, :, :])
+        return scaled_key(t, self.unit_keys(t.device)[..., -t.shape[-2] :, :, :])
 
-    def unit_keys(self, device: torch.device, layer_idx: int) -> Tensor:
+    def unit_keys(self, device: torch.device) -> Tensor:
         """Keys for coefficients of 1 at all positions, (b, 1, n, 2, j)."""
         held = self.angles[device]
-        angles = own_angles(self.config, layer_idx, held.keys, held.values)
+        angles = own_angles(held.keys, held.values, self.config.coca_content_pairs)
         return unit_key(*angles, self.config.coca_constraint)
 
     def angles_of(self, t: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
@@ -84,7 +85,7 @@ class HalfWidth(Cache):
         """
         held, n = self.angles[t.device], t.shape[-2]
         angles = held.keys[..., -n:, :], held.values[..., -n:, :]
-        return own_angles(self.config, layer_idx, *angles)
+        return own_angles(*angles, self.config.coca_content_pairs)
 
 
 class CocaCache(HalfWidth, DynamicCache):
@@ -98,15 +99,14 @@ class CocaCache(HalfWidth, DynamicCache):
             ]
         self.hold_angles(config, RoomyLayer)
         # the cosines that the unit keys were computed from, and the unit keys
-        self.held_unit_keys: dict[tuple[torch.device, bool], tuple[Tensor, Tensor]] = {}
+        self.held_unit_keys: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
-    def unit_keys(self, device: torch.device, layer_idx: int) -> Tensor:
-        """Computed once for all layers of a device that rotate alike."""
+    def unit_keys(self, device: torch.device) -> Tensor:
+        """Computed once for all layers of a device."""
         cos = self.angles[device].keys
-        kind = device, layer_idx in self.config.coca_partial_rotary_layers
-        if kind not in self.held_unit_keys or self.held_unit_keys[kind][0] is not cos:
-            self.held_unit_keys[kind] = cos, super().unit_keys(device, layer_idx)
-        return self.held_unit_keys[kind][1]
+        if device not in self.held_unit_keys or self.held_unit_keys[device][0] is not cos:
+            self.held_unit_keys[device] = cos, super().unit_keys(device)
+        return self.held_unit_keys[device][1]
 
     def prefetch(self, layer_idx: int, *args, **kwargs) -> None:
         """Fetch an offloaded layer. After the last layer comes the first, not the angles, which are

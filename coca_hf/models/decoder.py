@@ -64,8 +64,8 @@ class CocaConfig(PreTrainedConfig):
     so a model cannot have windows of its own beside it, and another one is given to
     `from_pretrained` instead of being set here.
 
-    `coca_partial_rotary_layers`: numbers of the CoCA layers in which every second rotary pair has
-    angle zero and matches content at any distance (`own_angles`).
+    `coca_content_pairs`: how many of a head's pairs, the slowest ones, are content pairs in CoCA
+    layers (`attention.py`).
 
     `coca_log_scale`: how much CoCA layers sharpen their maps as contexts become longer
     (`log_factor`); 0: not at all.
@@ -79,7 +79,7 @@ class CocaConfig(PreTrainedConfig):
     coca_constraint: Literal["slack", "strict"] = "slack"
     coca_kept_layers: list[int] = field(default_factory=list)
     coca_kept_window: int | None = None
-    coca_partial_rotary_layers: list[int] = field(default_factory=list)
+    coca_content_pairs: int = 0
     coca_log_scale: int | float = 0.0  # `@strict` takes no integer for a float
 
     @property
@@ -88,6 +88,12 @@ class CocaConfig(PreTrainedConfig):
         return self.hidden_size // self.num_attention_heads
 
     def __post_init__(self, **kwargs):
+        if unknown := sorted(name for name in kwargs if name.startswith("coca_")):
+            raise ValueError(
+                f"{unknown[0]} is unknown to this version of coca_hf, so the weights may mean another "
+                "function; load the checkpoint with the version that wrote it, or convert the "
+                "original again"
+            )
         if (self.rope_parameters or {}).get("rope_type") == "default":
             # coca-convert --ntk-length writes it, and transformers would warn of it at every load
             self.ignore_keys_at_rope_validation = {"original_max_position_embeddings"}
@@ -160,17 +166,15 @@ class CocaConfig(PreTrainedConfig):
             )
 
     def validate_layers(self):
-        """Called by `@strict`. Raises ValueError for layers that do not exist, that are named
-        twice, or that are both kept and partially rotated, and for a window of no tokens or no
-        layers, or one that was set after `sliding_window` had followed from another.
+        """Called by `@strict`. Raises ValueError for kept layers that do not exist or that are named
+        twice, and for a window of no tokens or no layers, or one that was set after
+        `sliding_window` had followed from another.
         """
-        last = self.num_hidden_layers - 1
-        for name in ("coca_kept_layers", "coca_partial_rotary_layers"):
-            layers = getattr(self, name)
-            if len(set(layers)) < len(layers) or not all(0 <= layer <= last for layer in layers):
-                raise ValueError(
-                    f"{name} is {layers}, expected different numbers of layers, from 0 to {last}"
-                )
+        last, layers = self.num_hidden_layers - 1, self.coca_kept_layers
+        if len(set(layers)) < len(layers) or not all(0 <= layer <= last for layer in layers):
+            raise ValueError(
+                f"coca_kept_layers is {layers}, expected different numbers of layers, from 0 to {last}"
+            )
         window = self.coca_kept_window
         if window is not None and (window < 1 or not self.coca_kept_layers):
             raise ValueError(
@@ -182,11 +186,6 @@ class CocaConfig(PreTrainedConfig):
                 f"coca_kept_window is {window}, but sliding_window, which follows from it, is "
                 f"{self.sliding_window}; pass coca_kept_window to from_pretrained"
             )
-        if both := {*self.coca_kept_layers} & {*self.coca_partial_rotary_layers}:
-            raise ValueError(
-                f"coca_partial_rotary_layers has {sorted(both)}, which coca_kept_layers has, too; "
-                "expected layers of CoCA"
-            )
 
     def validate_log_scale(self):
         """Called by `@strict`. Raises ValueError for a log scale that is not from 0 to 1."""
@@ -194,7 +193,9 @@ class CocaConfig(PreTrainedConfig):
             raise ValueError(f"coca_log_scale is {self.coca_log_scale}, expected 0 to 1")
 
     def validate_pairs(self):
-        """Called by `@strict`. Raises ValueError if the rotated dimensions do not form pairs."""
+        """Called by `@strict`. Raises ValueError if the rotated dimensions do not form pairs, or a
+        head has fewer pairs than content pairs.
+        """
         if self.head_dim % 2:
             raise ValueError(
                 f"head_dim is {self.head_dim}, expected an even number: rotary embedding "
@@ -205,6 +206,11 @@ class CocaConfig(PreTrainedConfig):
                 f"head_dim {self.head_dim} * partial_rotary_factor "
                 f"{self.rope_parameters['partial_rotary_factor']} is {rotary_dim(self)}, expected "
                 f"an even number"
+            )
+        if not 0 <= self.coca_content_pairs <= self.head_dim // 2:
+            raise ValueError(
+                f"coca_content_pairs is {self.coca_content_pairs}, expected 0 to the "
+                f"{self.head_dim // 2} pairs of a head"
             )
 
 

@@ -11,19 +11,39 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import repeat_kv
 
-from .attention import QUERY_SCALE, CocaAttention, KeptAttention, log_factor, own_angles, rotate
+from .attention import (
+    QUERY_SCALE,
+    CocaAttention,
+    KeptAttention,
+    content_pairs,
+    log_factor,
+    rotate,
+)
 
 
-def coca_scores(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
+def coca_scores(
+    q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str, content: int = 0
+) -> Tensor:
     """CoCA scores before the division by sqrt(d), contracted from three operands (eq. 9 and 10;
     appendix B, eq. 27).
 
-    slack, eq. 10: `<R_m q, q o R_n [t, t]>`; strict, eq. 9: `<R_m q, (R_n q) o [t, t]>`.
+    slack, eq. 10: `<R_m q, q o R_n [t, t]>`; strict, eq. 9: `<R_m q, (R_n q) o [t, t]>`. Content
+    pairs, if there are any, add `t_j (q_j + q_{j+d/2})`.
 
-    q: (b, h, m, d); t: (b, g, n, j), non-negative; cos, sin: (b, 1, m, j), for m = n positions that
-    are both query and key. Returns (b, h, m, n).
+    q: (b, h, m, d); t: (b, g, n, j), before the ReLU; cos, sin: (b, 1, m, j), for m = n positions
+    that are both query and key. Returns (b, h, m, n).
     """
     t = repeat_kv(t, q.shape[1] // t.shape[1])
+    if content:
+        still = content_pairs(t, content)
+        linear = contract(
+            "bhmj,bhnj->bhmn", sum(q[..., torch.cat((still, still))].chunk(2, -1)), t[..., still]
+        )
+        both = torch.cat((~still, ~still))
+        return linear + coca_scores(
+            q[..., both], t[..., ~still], cos[..., ~still], sin[..., ~still], constraint
+        )
+    t = t.relu()
     if constraint == "slack":
         rotated_t = rotate(torch.cat((t, t), dim=-1), cos, sin)
         return contract("bhmd,bhmd,bhnd->bhmn", rotate(q, cos, sin), q, rotated_t)
@@ -62,8 +82,8 @@ class ReferenceCocaAttention(CocaAttention):
         leading = hidden_states.shape[:-1]
         q, t, value = self.project(hidden_states)
         cos, sin = (part.unsqueeze(1) for part in position_embeddings)
-        cos, sin = own_angles(self.config, self.layer_idx, cos, sin)
-        scores = coca_scores(q, t.relu(), cos, sin, self.config.coca_constraint)
+        form = self.config.coca_constraint, self.config.coca_content_pairs
+        scores = coca_scores(q, t, cos, sin, *form)
         scores = scores * (self.scaling * QUERY_SCALE)
         factor = log_factor(position_ids, self.config.coca_log_scale, self.sliding_window)
         scores = scores * factor.to(scores.dtype)

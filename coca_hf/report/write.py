@@ -126,8 +126,8 @@ def _models(tables: Sequence[Table]) -> Section:
         attention += f", layers kept: {len(kept)}" if kept else ""
         window = row.get("coca_kept_window")
         attention += f" with a window of {window:,} tokens" if window else ""
-        still = row.get("coca_partial_rotary_layers")
-        attention += f", layers partially rotated: {len(still)}" if still else ""
+        content = row.get("coca_content_pairs")
+        attention += f", {content} content pairs" if content else ""
         log_scale = row.get("coca_log_scale")
         attention += f", log scale {log_scale:g}" if log_scale else ""
         seen = f"{row['tokens_seen']:,}" if row["tokens_seen"] is not None else ""

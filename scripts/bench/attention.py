@@ -107,7 +107,7 @@ def measure_length(length: int, options) -> list[dict]:
         return attend(query, key, v[i], kernel, head_dim**-0.5 / QUERY_SCALE)
 
     def contraction(i: int) -> Tensor:
-        scores = coca_scores(q[i], t[i].relu(), cos, sin, "slack") * head_dim**-0.5
+        scores = coca_scores(q[i], t[i], cos, sin, "slack") * head_dim**-0.5
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=DEVICE).triu(1)
         scores = scores.masked_fill(future, torch.finfo(scores.dtype).min)
         weights = scores.softmax(dim=-1, dtype=torch.float32).to(options.dtype)
@@ -202,7 +202,7 @@ def check_small(name: str, folds: dict, options) -> float | None:
     cos, sin = angle.cos().to(options.dtype), angle.sin().to(options.dtype)
     query, key = folds[fold](q, t, cos, sin, constraint)
     scores = query @ repeat_kv(key, heads // kv_heads).mT / QUERY_SCALE
-    expected = coca_scores(*(x.double() for x in (q, t.relu(), cos, sin)), constraint)
+    expected = coca_scores(*(x.double() for x in (q, t, cos, sin)), constraint)
     return check(name, relative_error(scores, expected), options.dtype)
 
 

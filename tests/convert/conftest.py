@@ -97,11 +97,11 @@ def pairs_of(tmp_path):
     """`pairs_of(model, …)`: the `LayerPairs` of a model's checkpoint."""
     with contextlib.ExitStack() as stack:
 
-        def save(model, constraint="slack", kept_layers=None, partial_rotary=(), **options):
+        def save(model, constraint="slack", kept_layers=None, content_pairs=0, **options):
             path = str(tmp_path / "checkpoint of pairs")
             model.save_pretrained(path)
             source = stack.enter_context(contextlib.closing(open_source(path)))
-            form = Form(path, constraint, "auto", 10**9, None, None, False, (), partial_rotary)
+            form = Form(path, constraint, "auto", 10**9, None, None, False, (), content_pairs)
             return LayerPairs(Layout(source, form, kept_layers), "cpu", **options)
 
         yield save

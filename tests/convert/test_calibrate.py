@@ -163,11 +163,11 @@ def test_kept_layers_are_not_fitted_but_run(case, pairs_of, tmp_path):
     assert_perplexities_are_those_of_the_models(result, original, coca, ids)
 
 
-@pytest.mark.parametrize("partial_rotary", [[], [0]])
-def test_divergence_is_that_of_the_two_models_maps(partial_rotary, pairs_of, tmp_path):
+@pytest.mark.parametrize("content", [0, 2])
+def test_divergence_is_that_of_the_two_models_maps(content, pairs_of, tmp_path):
     original, ids = stock_model("llama"), blocks_of(60, length=20)  # more than a batch
-    coca = patch_(copy.copy(original), "slack", partial_rotary=partial_rotary).eval()
-    pairs = pairs_of(original, partial_rotary=partial_rotary)
+    coca = patch_(copy.copy(original), "slack", content_pairs=content).eval()
+    pairs = pairs_of(original, content_pairs=content)
     result = calibrate(pairs, ids, ids, tmp_path / "layers", passes=1)
     # only in the first layer do both models see the same inputs
     coca.set_attn_implementation("eager")
@@ -178,11 +178,11 @@ def test_divergence_is_that_of_the_two_models_maps(partial_rotary, pairs_of, tmp
     assert result.layers[0].kl_start == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("partial_rotary", [[], [0]])
+@pytest.mark.parametrize("content", [0, 2])
 @pytest.mark.parametrize("case", ["llama-biases", "mistral", "qwen3", "neox-partial"])
-def test_gradients_are_those_of_the_divergence_of_the_models_maps(case, partial_rotary):
+def test_gradients_are_those_of_the_divergence_of_the_models_maps(case, content):
     original, ids = stock_model(case), blocks_of(5, length=13)
-    coca = patch_(copy.copy(original), "strict", partial_rotary=partial_rotary).eval()
+    coca = patch_(copy.copy(original), "strict", content_pairs=content).eval()
     positions = torch.tensor([0, 1, 2, 7, 8, 9, 30, 31, 32, 33, 40, 41, 60]).expand(5, -1)
     layer = copy.deepcopy(original.base_model.layers[0])
     embedded = original.get_input_embeddings()(ids).detach()
@@ -208,19 +208,22 @@ def test_gradients_are_those_of_the_divergence_of_the_models_maps(case, partial_
     torch.testing.assert_close(gradient, attention.q_proj.weight.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_a_coefficient_below_zero_has_a_tenth_of_the_gradient_that_makes_it_grow():
+@pytest.mark.parametrize("content", [0, 1])
+def test_a_coefficient_below_zero_has_a_tenth_of_the_gradient_that_makes_it_grow(content):
     generator = torch.Generator().manual_seed(0)
     t, unit, upstream = (
         torch.randn(shape, generator=generator)
         for shape in ((2, 3, 5, 4), (2, 1, 5, 2, 4), (2, 3, 5, 8))
     )
     t.requires_grad_(True)
-    key = Keys.apply(t, unit)
-    assert torch.equal(key, scaled_key(t.relu(), unit))
+    key = Keys.apply(t, unit, content)
+    rotated = torch.arange(4) < 4 - content
+    assert torch.equal(key, scaled_key(torch.where(rotated, t.relu(), t), unit))
     key.backward(upstream)
     linear = t.detach().requires_grad_(True)
     scaled_key(linear, unit).backward(upstream)
-    expected = torch.where(t > 0, linear.grad, 0.1 * linear.grad.clamp(max=0))
+    tenth = 0.1 * linear.grad.clamp(max=0)
+    expected = torch.where((t > 0) | ~rotated, linear.grad, tenth)
     torch.testing.assert_close(t.grad, expected)
     assert (t.grad[t < 0] < 0).any()
     assert (t.grad[t < 0] == 0).any()
@@ -364,7 +367,7 @@ def test_only_queries_and_coefficients_differ_and_the_record_says_what_was_done(
     name = "model.layers.1.self_attn.q_proj.weight"
     assert torch.equal(model.get_parameter(name), ours[name])
     values = facts["perplexity"]
-    line = f"{values['start']:.4g} before, {values['calibrated']:.4g} after, {values['original']:.4g} of the original"
+    line = f"{values['start']:,.4g} before, {values['calibrated']:,.4g} after, {values['original']:,.4g} of the original"
     assert line in (dst / "README.md").read_text()
     assert record["source_xxh3_128"] == plain_record["source_xxh3_128"]
 

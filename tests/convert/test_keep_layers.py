@@ -89,14 +89,16 @@ def test_a_longer_ntk_base_keeps_the_kept_layers_and_applies_to_them(converted, 
 
 @EVERY_CASE
 def test_a_kept_layer_converts_later_to_the_same_bits(converted, case, tmp_path):
-    src, kept, _ = converted(case, **KEPT)
-    convert_checkpoint(src, tmp_path / "at-once", partial_rotary=[0])
-    at_once = load_file(tmp_path / "at-once" / "model.safetensors")
+    src, _, _ = converted(case, **KEPT)
+    convert_checkpoint(src, tmp_path / "at-once", content_pairs=2)
+    kept = tmp_path / "source"
+    convert_checkpoint(src, kept, keep_layers=[2, 0], content_pairs=2)
     for layers in ([2], []):
         place = tmp_path / f"kept-{len(layers)}"
-        record = convert_checkpoint(kept, place, keep_layers=layers, partial_rotary=[0])
+        record = convert_checkpoint(kept, place, keep_layers=layers)
         unrotated = [2] if case == "smollm3" else []
         assert record["kept_layers"] == (layers or unrotated)
+    at_once = load_file(tmp_path / "at-once" / "model.safetensors")
     later = load_file(tmp_path / "kept-0" / "model.safetensors")
     assert at_once.keys() == later.keys()
     assert all(torch.equal(tensor, later[name]) for name, tensor in at_once.items())
@@ -129,7 +131,7 @@ def test_only_kept_layers_of_a_coca_checkpoint_can_be_converted(converted, text,
     _, kept, _ = converted("llama", **KEPT)
     for message, options in (
         (r"--keep-layers: got layers \[1\], expected some of \[0, 2\]", {"keep_layers": [1]}),
-        (r"--partial-rotary: got layers \[1\], expected some", {"partial_rotary": [1]}),
+        ("--content-pairs: got 1, expected 0, the source's", {"content_pairs": 1}),
         ("got the released CoCA layout with coca_hf's own format", {"released": True}),
         ("--constraint: got strict, expected slack", {"constraint": "strict"}),
         (r"of which --keep-layers \[0, 2\] leaves no layer to convert", {"keep_layers": [2, 0]}),
@@ -195,19 +197,14 @@ def test_a_damaged_record_is_refused_before_anything_is_written(converted, name,
         refuses(f"kept/{name}: {message}", kept, tmp_path / "dst")
 
 
-@pytest.mark.parametrize("option", ["keep_layers", "partial_rotary"])
 @pytest.mark.parametrize("layers", [[3], [-1], [1, 0, 1]])
-def test_layers_that_are_not_there_or_named_twice_are_refused(
-    option, layers, tiny_llama_dir, tmp_path
-):
+def test_layers_that_are_not_there_or_named_twice_are_refused(layers, tiny_llama_dir, tmp_path):
     absent = "expected different numbers of layers, from 0 to 2"
-    twice = (
-        rf"^--{option.replace('_', '-')}: got layer 1 more than once in \[1, 0, 1\], expected each"
-    )
+    twice = r"^--keep-layers: got layer 1 more than once in \[1, 0, 1\], expected each"
     message = twice if len(layers) == 3 else absent
-    refuses(message, tiny_llama_dir, tmp_path / "dst", **{option: layers})
+    refuses(message, tiny_llama_dir, tmp_path / "dst", keep_layers=layers)
     with pytest.raises(CocaError, match=absent):
-        patch_(AutoModelForCausalLM.from_pretrained(tiny_llama_dir), **{option: layers})
+        patch_(AutoModelForCausalLM.from_pretrained(tiny_llama_dir), keep_layers=layers)
     assert not list(tmp_path.iterdir())
 
 

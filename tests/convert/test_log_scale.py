@@ -83,7 +83,7 @@ def test_calibration_with_one_is_refused(tiny_llama_dir, tmp_path):
 
 def test_what_is_passed_to_from_pretrained_is_checked(tiny_llama_dir, tmp_path):
     convert_checkpoint(tiny_llama_dir, tmp_path / "coca")
-    for wrong in ({"coca_log_scale": -3.0}, {"coca_partial_rotary_layers": [77]}):
+    for wrong in ({"coca_log_scale": -3.0}, {"coca_content_pairs": 77}):
         with pytest.raises(StrictDataclassClassValidationError):
             AutoModelForCausalLM.from_pretrained(tmp_path / "coca", **wrong)
     with pytest.raises(TypeError, match="coca_log_scal"):

@@ -93,11 +93,10 @@ def test_layers_without_rotary_embedding_have_no_products():
     assert visited == [0, 2]
 
 
-@pytest.mark.parametrize("layers", [[1], [0, 1, 2]])
-def test_layers_of_partial_rotation_are_refused(llama, layers):
-    model = patch_(copy.deepcopy(llama.model), partial_rotary=layers)
+def test_content_pairs_are_refused(llama):
+    model = patch_(copy.deepcopy(llama.model), content_pairs=2)
     with (
-        pytest.raises(CocaError, match="CocaLlamaForCausalLM: got layers of partial rotation"),
+        pytest.raises(CocaError, match="CocaLlamaForCausalLM: got 2 content pairs"),
         visiting_products(model, frequencies(model), lambda layer, of: None),
     ):
         pass
@@ -105,8 +104,8 @@ def test_layers_of_partial_rotation_are_refused(llama, layers):
 
 @torch.no_grad()
 def test_a_key_that_is_not_collinear_with_the_query_shows_as_an_angle(coca, monkeypatch):
-    def wrong(q, t, cos, sin, constraint):
-        query, key = attention.plain_fold(q, t, cos, sin, constraint)
+    def wrong(q, t, cos, sin, *form):
+        query, key = attention.plain_fold(q, t, cos, sin, *form)
         return query, attention.rotate(key, torch.full_like(cos, 0.8), torch.full_like(cos, 0.6))
 
     coca.model.config.coca_constraint = "strict"

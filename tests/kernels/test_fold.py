@@ -36,10 +36,10 @@ def inputs(b, h, g, m, d, dtype=torch.float32, seed=0):
     return [x.to(dtype).to(DEVICE) for x in (q, t, angle.cos(), angle.sin())]
 
 
-def results(fold, q, t, cos, sin, constraint):
+def results(fold, q, t, cos, sin, constraint, content):
     """Query, key, and the gradients of q and t under weights that tell all numbers apart."""
     q, t = (x.detach().requires_grad_() for x in (q, t))
-    outputs = fold(q, t, cos, sin, constraint)
+    outputs = fold(q, t, cos, sin, constraint, content)
     weights = [
         torch.linspace(-1, 2, x.numel(), device=x.device).view(x.shape).to(x.dtype) for x in outputs
     ]
@@ -47,9 +47,9 @@ def results(fold, q, t, cos, sin, constraint):
     return [x.detach() for x in (*outputs, *gradients)]
 
 
-def check(q, t, cos, sin, constraint):
-    got = results(fused_fold, q, t, cos, sin, constraint)
-    expected = results(plain_fold, *(x.double() for x in (q, t, cos, sin)), constraint)
+def check(q, t, cos, sin, constraint, content=0):
+    got = results(fused_fold, q, t, cos, sin, constraint, content)
+    expected = results(plain_fold, *(x.double() for x in (q, t, cos, sin)), constraint, content)
     for one, other in zip(got, expected, strict=True):
         assert one.shape == other.shape
         assert one.dtype == q.dtype
@@ -59,8 +59,9 @@ def check(q, t, cos, sin, constraint):
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("heads", [(5, 5), (6, 2), (3, 1)], ids=["mha", "gqa", "mqa"])
-def test_forward_and_gradients_are_those_of_the_plain_fold(constraint, dtype, heads):
-    check(*inputs(2, *heads, 11, 24, dtype), constraint)
+@pytest.mark.parametrize("content", [0, 5])
+def test_forward_and_gradients_are_those_of_the_plain_fold(constraint, dtype, heads, content):
+    check(*inputs(2, *heads, 11, 24, dtype), constraint, content)
 
 
 @pytest.mark.gpu
@@ -68,7 +69,7 @@ def test_forward_and_gradients_are_those_of_the_plain_fold(constraint, dtype, he
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_the_head_sizes_of_all_families_on_a_gpu(constraint, dtype, head_dim):
-    check(*inputs(2, 8, 2, 130, head_dim, dtype), constraint)
+    check(*inputs(2, 8, 2, 130, head_dim, dtype), constraint, content=head_dim // 8)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -86,7 +87,7 @@ def test_any_shape(seed):
     q, t, cos, sin = inputs(*shape, draw.choice(list(LIMITS)), seed)
     if draw.random() < 0.5:  # one row of angles for the whole batch
         cos, sin = cos[:1], sin[:1]
-    check(q, t, cos, sin, draw.choice(["slack", "strict"]))
+    check(q, t, cos, sin, draw.choice(["slack", "strict"]), draw.randint(0, d // 2))
 
 
 def test_more_rows_than_a_program_takes():
@@ -125,12 +126,17 @@ def test_angles_that_learn_are_refused():
 def test_the_operator_is_what_torch_compile_expects():
     q, t, cos, sin = inputs(2, 4, 2, 5, 8)
     q.requires_grad_()
-    torch.library.opcheck(_fold, (LAYOUTS["as projected"](q), t.requires_grad_(), cos, sin, False))
+    torch.library.opcheck(
+        _fold, (LAYOUTS["as projected"](q), t.requires_grad_(), cos, sin, False, 1)
+    )
 
 
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
-def test_a_model_has_the_logits_gradients_and_tokens_of_the_plain_fold(constraint, monkeypatch):
-    model = tiny_model(constraint, num_hidden_layers=1).to(DEVICE)
+@pytest.mark.parametrize("content", [0, 3])
+def test_a_model_has_the_logits_gradients_and_tokens_of_the_plain_fold(
+    constraint, content, monkeypatch
+):
+    model = tiny_model(constraint, num_hidden_layers=1, coca_content_pairs=content).to(DEVICE)
     ids, calls = tokens().to(DEVICE), []
 
     def counted(*arguments):

@@ -190,10 +190,10 @@ def carry_t_(stock, coca):
     return stock
 
 
-def reference_logits(stock, constraint, ids, mask, partial_rotary=(), log_scale=0.0):
+def reference_logits(stock, constraint, ids, mask, content=0, log_scale=0.0):
     """Logits of a stock model whose keys carry coefficients, with CoCA's scores in the place of its
-    own; in the layers `partial_rotary` as if pairs 1, 3, 5, … were all at one position. They are
-    multiplied by 1 + log_scale ln(n / LOG_SCALE_FROM) for queries that see n tokens.
+    own; the last `content` pairs are content pairs. Scores are multiplied by 1 + log_scale ln(n /
+    LOG_SCALE_FROM) for queries that see n tokens.
     """
     seen = mask.cumsum(-1).clamp(min=1)
     position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -217,12 +217,8 @@ def reference_logits(stock, constraint, ids, mask, partial_rotary=(), log_scale=
             straight += [(real * cos + imag * sin) / length, (imag * cos - real * sin) / length]
         # both rows of a pair carry one coefficient
         assert (straight[2] - straight[3]).abs().max() < 1e-4
-        q, t = torch.cat(straight[:2], dim=-1), straight[2].relu()
-        layer = getattr(module, "layer_idx", None)
-        if layer in partial_rotary:
-            cos, sin = cos.clone(), sin.clone()
-            cos[..., 1::2], sin[..., 1::2] = 1.0, 0.0
-        scores = coca_scores(q, t, cos, sin, constraint) * scaling
+        q, t = torch.cat(straight[:2], dim=-1), straight[2]
+        scores = coca_scores(q, t, cos, sin, constraint, content) * scaling
         keys = seen.clamp(max=kwargs.get("sliding_window") or seen.max())
         factor = 1 + log_scale * (keys / attention.LOG_SCALE_FROM).clamp(min=1).log()
         scores = scores * factor.view(-1, 1, scores.shape[-2], 1)
@@ -239,7 +235,7 @@ def coca_model(
     case,
     constraint="slack",
     keep_layers=(),
-    partial_rotary=(),
+    content_pairs=0,
     attn_implementation="sdpa",
     keep_window=None,
     log_scale=0.0,
@@ -248,7 +244,7 @@ def coca_model(
     """The CoCA model of a stock model, patched (so with the start), and with other t weights than
     the start's.
     """
-    layers = {"keep_layers": keep_layers, "partial_rotary": partial_rotary}
+    layers = {"keep_layers": keep_layers, "content_pairs": content_pairs}
     layers["keep_window"] = keep_window
     model = coca_hf.patch_(stock_model(case, **changes), constraint, **layers)
     generator = torch.Generator().manual_seed(4)

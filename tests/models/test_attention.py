@@ -24,13 +24,9 @@ def random_inputs(heads, kv_heads, dtype=torch.float64):
     return q.to(dtype), t.to(dtype)
 
 
-def folded_scores(q, t, cos, sin, constraint):
-    key = coca_key(t, cos, sin, constraint).repeat_interleave(q.shape[1] // t.shape[1], dim=1)
-    return coca_query(q, cos, sin, constraint) @ key.mT / QUERY_SCALE
-
-
-def contracted_scores(q, t, cos, sin, constraint):
-    return coca_scores(q, t.relu(), cos, sin, constraint)
+def folded_scores(q, t, cos, sin, *form):
+    key = coca_key(t, cos, sin, *form).repeat_interleave(q.shape[1] // t.shape[1], dim=1)
+    return coca_query(q, cos, sin, *form) @ key.mT / QUERY_SCALE
 
 
 def relative_error(got, expected):
@@ -40,18 +36,33 @@ def relative_error(got, expected):
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_fold_equals_contraction_in_forward_and_every_gradient(constraint, heads, dtype):
+@pytest.mark.parametrize("content", [0, 3])
+def test_fold_equals_contraction_in_forward_and_every_gradient(constraint, heads, dtype, content):
     results = []
-    for function, kind in ((folded_scores, dtype), (contracted_scores, torch.float64)):
+    for function, kind in ((folded_scores, dtype), (coca_scores, torch.float64)):
         q, t = (x.to(kind).requires_grad_() for x in random_inputs(*heads, dtype))
         cos, sin = (x.to(dtype).to(kind) for x in angles(torch.arange(M)))
-        scores = function(q, t, cos, sin, constraint)
+        cos[..., D // 2 - content :], sin[..., D // 2 - content :] = 1, 0
+        scores = function(q, t, cos, sin, constraint, content)
         weight = torch.linspace(-1, 2, scores.numel(), dtype=torch.float64).view_as(scores)
         (scores.double() * weight).sum().backward()
         results.append((scores.detach(), q.grad, t.grad))
     for got, expected in zip(*results, strict=True):
         assert expected.norm() > 1
         assert relative_error(got, expected) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("constraint", ["slack", "strict"])
+def test_content_pairs_add_a_dot_product_that_is_the_same_at_every_distance(constraint):
+    q, t = random_inputs(6, 6)
+    cos, sin = angles(torch.arange(M))
+    both = coca_scores(q, t, cos, sin, constraint, 3)
+    rotated = q.unflatten(-1, (2, -1))[..., :-3].flatten(-2)
+    alone = coca_scores(rotated, t[..., :-3], cos[..., :-3], sin[..., :-3], constraint)
+    first, second = q.chunk(2, -1)
+    added = torch.einsum("bhmj,bhnj->bhmn", (first + second)[..., -3:], t[..., -3:])
+    assert (added < 0).any()
+    assert relative_error(both - alone, added) < 1e-12
 
 
 def test_strict_reference_is_the_closed_form_of_eq_17():
@@ -63,10 +74,7 @@ def test_strict_reference_is_the_closed_form_of_eq_17():
     expected = torch.einsum(
         "bhmj,bhnj,mnj->bhmn", energy, t.relu().repeat_interleave(2, dim=1), cosine
     )
-    assert (
-        relative_error(contracted_scores(q, t, *angles(torch.arange(M)), "strict"), expected)
-        < 1e-12
-    )
+    assert relative_error(coca_scores(q, t, *angles(torch.arange(M)), "strict"), expected) < 1e-12
 
 
 def test_slack_reference_is_eq_10_term_by_term():
@@ -81,7 +89,7 @@ def test_slack_reference_is_eq_10_term_by_term():
                 cos_m, sin_m, cos_n, sin_n = (x[0, 0, p, j] for p in (m, n) for x in (cos, sin))
                 expected[:, :, m, n] += (a * cos_m - b * sin_m) * a * (c * cos_n - c * sin_n)
                 expected[:, :, m, n] += (b * cos_m + a * sin_m) * b * (c * cos_n + c * sin_n)
-    assert relative_error(contracted_scores(q, t, cos, sin, "slack"), expected) < 1e-12
+    assert relative_error(coca_scores(q, t, cos, sin, "slack"), expected) < 1e-12
 
 
 @pytest.mark.parametrize(("constraint", "invariant"), [("strict", True), ("slack", False)])

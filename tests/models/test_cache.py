@@ -50,7 +50,7 @@ def test_forward_and_generate_use_it_unless_another_is_asked_for():
 
 
 # a half-width cache has its angles from layer 0
-KEPT = {"coca_kept_layers": [0], "coca_partial_rotary_layers": [2], "coca_log_scale": 0.3}
+KEPT = {"coca_kept_layers": [0], "coca_content_pairs": 2, "coca_log_scale": 0.3}
 MODES = [
     {"do_sample": False},
     {"num_beams": 3, "num_return_sequences": 2},
@@ -95,7 +95,7 @@ def test_every_way_of_decoding_gives_the_tokens_of_the_standard_cache(attention,
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"constraint": "strict"}, {"coca_kept_layers": [1], "coca_partial_rotary_layers": [0]}],
+    [{}, {"constraint": "strict"}, {"coca_kept_layers": [1], "coca_content_pairs": 1}],
     ids=["slack", "strict", "kept"],
 )
 @pytest.mark.parametrize(

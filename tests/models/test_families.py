@@ -43,23 +43,23 @@ from tests.models.families import (
 def test_logits_are_those_of_the_stock_model_with_contracted_scores(
     case, constraint, backend, padding, limit
 ):
-    """In layer 1 every second pair stands still; all layers have a log scale."""
-    model = coca_model(case, constraint, [], [1], backend, log_scale=0.3).double()
+    """With content pairs and a log scale."""
+    model = coca_model(case, constraint, [], 2, backend, log_scale=0.3).double()
     stock = carry_t_(stock_model(case), model).double()
     ids = tokens()
     mask = torch.ones_like(ids)
     mask[1, padding] = 0
     got, expected = (
         model(ids, attention_mask=mask).logits,
-        reference_logits(stock, constraint, ids, mask, [1], 0.3),
+        reference_logits(stock, constraint, ids, mask, 2, 0.3),
     )
     assert expected[mask.bool()].std() > 0.1
     assert (got - expected)[mask.bool()].abs().max() < limit
     other = "strict" if constraint == "slack" else "slack"
     wrongs = (
-        (other, ids, mask, [1], 0.3),
-        (constraint, ids, mask, [], 0.3),
-        (constraint, ids, mask, [1]),
+        (other, ids, mask, 2, 0.3),
+        (constraint, ids, mask, 0, 0.3),
+        (constraint, ids, mask, 2),
     )
     for wrong in wrongs:
         assert (got - reference_logits(stock, *wrong))[mask.bool()].abs().max() > 1e-2
@@ -67,8 +67,8 @@ def test_logits_are_those_of_the_stock_model_with_contracted_scores(
 
 @EVERY_CASE_UNDER_ONE_CONSTRAINT
 def test_the_reference_has_the_projections_of_its_family(case, constraint):
-    """Layer 1, which is kept, stays as it is; in layer 0 every second pair stands still."""
-    model = coca_model(case, constraint, [1], [0], "eager", log_scale=0.3)
+    """Layer 1, which is kept, stays as it is; the others have content pairs."""
+    model = coca_model(case, constraint, [1], 2, "eager", log_scale=0.3)
     reference, ids = use_reference_(use_reference_(copy.deepcopy(model))), tokens()
     got, expected = model(ids).logits, reference(ids).logits
     assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
@@ -76,7 +76,7 @@ def test_the_reference_has_the_projections_of_its_family(case, constraint):
 
 @EVERY_CASE_UNDER_ONE_CONSTRAINT
 def test_cached_decoding_with_left_padding_gives_the_tokens_of_no_cache(case, constraint):
-    model = coca_model(case, constraint, partial_rotary=[1], log_scale=0.3).double()
+    model = coca_model(case, constraint, content_pairs=2, log_scale=0.3).double()
     short, long = tokens(1, 6), tokens(1, 11, seed=8)
     ids = torch.cat((torch.nn.functional.pad(short, (5, 0)), long))
     mask = (ids != 0).long()
@@ -99,8 +99,7 @@ def test_cached_decoding_with_left_padding_gives_the_tokens_of_no_cache(case, co
 def test_cached_decoding_in_pieces_equals_the_full_forward_at_every_position(case, kind, kept):
     if "window" in case and "Static" in kind.__name__:
         pytest.skip("CocaStaticCache is for models without windows")
-    partial = [] if 1 in kept else [1]
-    model, ids = coca_model(case, keep_layers=kept, partial_rotary=partial, log_scale=0.3), tokens()
+    model, ids = coca_model(case, keep_layers=kept, content_pairs=2, log_scale=0.3), tokens()
     model = model.double()
     size = {"max_cache_len": 23} if "Static" in kind.__name__ else {}
     cache = kind(config=model.config, **size)

@@ -181,7 +181,7 @@ def test_kept_layers_of_a_trained_model_are_converted_and_trained(
         return run_recipe(recipe, tmp_path / f"{model}-run", "k")
 
     before = trained("kept")
-    coca_hf.convert_checkpoint(before, tmp_path / "later", partial_rotary=[1])
+    coca_hf.convert_checkpoint(before, tmp_path / "later")
     untrained = (tmp_path / "later" / "README.md").read_text()
     assert "converted after 1 of the stages below; they are not trained yet." in untrained
     card = (trained("later") / "README.md").read_text()
@@ -271,7 +271,7 @@ def test_every_supported_model_passes_the_check_of_its_shapes(recipe_path, tmp_p
         ("attention_bias=true", "False"),
         ("coca_constraint=strict", "slack"),
         ("coca_kept_layers=[1]", r"\[\]"),
-        ("coca_partial_rotary_layers=[1]", r"\[\]"),
+        ("coca_content_pairs=1", "0"),
     ],
 )
 def test_a_field_that_the_weights_fix_is_not_overridden(recipe_path, setting, expected):

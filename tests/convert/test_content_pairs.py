@@ -1,0 +1,135 @@
+"""`--content-pairs`: which they are, and that every description of a checkpoint has their number."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from coca_hf import CocaGPTNeoXConfig, CocaLlamaConfig, convert_checkpoint, patch_
+from coca_hf.convert.config import slow_pairs
+from coca_hf.errors import CocaError
+from coca_hf.evaluate.inspect import describe, inspect_checkpoint
+from tests.convert.checkpoints import record_of, refuses
+from tests.convert.test_families import write_golden
+from tests.models.families import tokens
+
+
+def test_the_checkpoint_is_the_patched_model_and_says_how_many(tiny_llama_dir, tmp_path, converts):
+    options = ["--keep-layers", "1,", "--content-pairs", "2"]
+    printed = converts(tiny_llama_dir, tmp_path / "dst", *options)
+    assert "content pairs         2 of a head's pairs, the slowest ones" in printed
+    printed = converts(tiny_llama_dir, tmp_path / "dry", *options, "--dry-run")
+    assert "content pairs         2 of a head's pairs, the slowest ones" in printed
+    assert record_of(tmp_path / "dst", "config.json")["coca_content_pairs"] == 2
+    assert record_of(tmp_path / "dst", "conversion.json")["content_pairs"] == 2
+    assert "- content pairs: 2 of each head" in (tmp_path / "dst" / "README.md").read_text()
+    assert "2 content pairs" in describe(inspect_checkpoint(tmp_path / "dst"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
+    original = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
+    patched = patch_(original, keep_layers=[1], content_pairs=2)
+    assert torch.equal(loaded(tokens()).logits, patched(tokens()).logits)
+
+
+ROPES = {  # its theta, the length that it was trained on, and the part of a head that it rotates
+    "default": ({}, 1024, 1.0),
+    "dynamic": ({"factor": 4.0}, 1024, 1.0),
+    "baked": ({"rope_type": "default", "original_max_position_embeddings": 300}, 300, 1.0),
+    "partial": ({"rope_type": "default", "partial_rotary_factor": 0.25}, 1024, 0.25),
+}
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_auto_are_the_pairs_that_do_not_complete_a_rotation_within_the_trained_length(rope):
+    fields, length, part = ROPES[rope]
+    config = (CocaGPTNeoXConfig if part < 1 else CocaLlamaConfig)(
+        hidden_size=256,
+        num_attention_heads=4,
+        max_position_embeddings=1024,
+        rope_parameters={"rope_type": rope, "rope_theta": 5000.0} | fields,
+    )
+    rotated = int(32 * part)
+    periods = [2 * math.pi * 5000 ** (pair / rotated) for pair in range(rotated)]
+    slow = sum(period > length for period in periods)
+    assert 0 < slow < rotated
+    assert slow_pairs(config) == slow + 32 - rotated
+
+
+def test_scaled_angles_count_as_they_are_at_the_longer_length():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    plain, scaled = (
+        CocaLlamaConfig(
+            hidden_size=256,
+            num_attention_heads=4,
+            max_position_embeddings=length,
+            rope_parameters={"rope_theta": 5000.0} | rope,
+        )
+        for length, rope in ((1024, {"rope_type": "default"}), (4096, yarn))
+    )
+    assert slow_pairs(scaled) == slow_pairs(plain)
+
+
+def test_auto_is_a_number_in_the_config_and_does_not_depend_on_a_baked_base(
+    tiny_llama_dir, tmp_path
+):
+    record = convert_checkpoint(tiny_llama_dir, tmp_path / "coca", content_pairs="auto")
+    number = record["content_pairs"]
+    assert 0 < number < AutoConfig.from_pretrained(tiny_llama_dir).head_dim // 2
+    original = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
+    assert patch_(original, content_pairs="auto").config.coca_content_pairs == number
+    baked = {"ntk_length": 16000}
+    at_once = convert_checkpoint(tiny_llama_dir, tmp_path / "once", content_pairs="auto", **baked)
+    assert at_once["content_pairs"] == number
+    for asked in ({}, {"content_pairs": "auto"}, {"content_pairs": number}):
+        record = convert_checkpoint(
+            tmp_path / "coca", tmp_path / "long", overwrite=True, **baked, **asked
+        )
+        assert record["content_pairs"] == number
+    message = f"--content-pairs: got {number - 1}, expected {number}, the source's"
+    refuses(message, tmp_path / "coca", tmp_path / "x", **baked, content_pairs=number - 1)
+
+
+def test_kept_layers_rotate_every_pair(tiny_llama_dir, tmp_path):
+    original = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
+    expected = original(tokens()).logits
+    kept = patch_(original, keep_layers=[0, 1, 2], content_pairs=2)
+    torch.testing.assert_close(kept(tokens()).logits, expected)
+
+
+def test_calibration_fits_them(tiny_llama_dir, calibrating, tmp_path):
+    record = convert_checkpoint(tiny_llama_dir, tmp_path / "dst", **calibrating, content_pairs=2)
+    for layer in record["calibration"]["attention_kl"]:
+        assert layer["kl_fitted"] < layer["kl_start"]
+
+
+def test_models_in_the_released_layout_are_refused(tmp_path):
+    write_golden(tmp_path / "released", "neox")
+    message = "released: got the released CoCA layout with --content-pairs, expected"
+    refuses(message, tmp_path / "released", tmp_path / "dst", released=True, content_pairs=1)
+
+
+@pytest.mark.parametrize("given", ["x", "", "-1", "1.5", "3,4"])
+def test_other_values_are_refused(given, tiny_llama_dir, tmp_path, refusal):
+    printed = refusal(tiny_llama_dir, tmp_path / "dst", f"--content-pairs={given}")
+    assert f"--content-pairs: got {given!r}, expected how many of a head's pairs" in printed
+
+
+def test_more_than_a_head_has_are_refused(tiny_llama_dir, tmp_path):
+    pairs = AutoConfig.from_pretrained(tiny_llama_dir).head_dim // 2
+    message = f"expected 0 to the {pairs} pairs of a head"
+    for number in (pairs + 1, -1):
+        refuses(message, tiny_llama_dir, tmp_path / "dst", content_pairs=number)
+        with pytest.raises(CocaError, match=message):
+            patch_(AutoModelForCausalLM.from_pretrained(tiny_llama_dir), content_pairs=number)
+    message = "--content-pairs: got 'all', expected how many of a head's pairs, or auto"
+    refuses(message, tiny_llama_dir, tmp_path / "dst", content_pairs="all")
+
+
+def test_a_checkpoint_with_fields_of_another_version_is_not_loaded(tiny_llama_dir, tmp_path):
+    convert_checkpoint(tiny_llama_dir, tmp_path / "dst")
+    file = tmp_path / "dst/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"coca_other_pairs": 1}))
+    for load in (AutoConfig.from_pretrained, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(ValueError, match="coca_other_pairs is unknown to this version"):
+            load(tmp_path / "dst")
