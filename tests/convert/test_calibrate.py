@@ -367,7 +367,8 @@ def test_only_queries_and_coefficients_differ_and_the_record_says_what_was_done(
     name = "model.layers.1.self_attn.q_proj.weight"
     assert torch.equal(model.get_parameter(name), ours[name])
     values = facts["perplexity"]
-    line = f"{values['start']:,.4g} before, {values['calibrated']:,.4g} after, {values['original']:,.4g} of the original"
+    start, after, before = (values[name] for name in ("start", "calibrated", "original"))
+    line = f"{start:,.4g} before, {after:,.4g} after, {before:,.4g} of the original"
     assert line in (dst / "README.md").read_text()
     assert record["source_xxh3_128"] == plain_record["source_xxh3_128"]
 
