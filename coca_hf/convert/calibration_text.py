@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from coca_hf.convert.config import angles_reach
 from coca_hf.documents import Document, is_on_hub, read_documents
 from coca_hf.errors import CocaError
 from coca_hf.held_out import (
@@ -26,7 +27,6 @@ from coca_hf.held_out import (
     most_held_out,
     tokens_per_character,
 )
-from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES
 from coca_hf.tokens import Encoder, Piece
 
 SHORTEST_BLOCK = 4  # tokens, one for each part that its queries are taken in
@@ -171,16 +171,12 @@ def repeated_blocks(
 
 def reach(config: PreTrainedConfig) -> int:
     """Over how many positions every layer of the original attends with its trained angles."""
-    rope = config.rope_parameters
-    reached = [config.max_position_embeddings]
-    # with "default", an NTK base may be baked in
-    if rope["rope_type"] in ("default", *LENGTH_DEPENDENT_ROPE_TYPES):
-        reached.append(rope.get("original_max_position_embeddings"))
+    reached = angles_reach(config)
     types = getattr(config, "layer_types", None) or ["sliding_attention"]
     is_of_original = getattr(config, "coca_kept_window", None) is None
     if is_of_original and "sliding_attention" in types:
-        reached.append(getattr(config, "sliding_window", None))
-    return min(int(length) for length in reached if length)
+        reached = min(reached, getattr(config, "sliding_window", None) or reached)
+    return reached
 
 
 def skipped_positions(num_blocks: int, length: int, reach: int, seed: int = 0) -> Tensor:

@@ -13,6 +13,7 @@ from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     GenerationConfig,
+    PreTrainedConfig,
 )
 
 from coca_hf.errors import CocaError, library_errors
@@ -252,14 +253,21 @@ def coca_config(
     return result
 
 
+def angles_reach(config: PreTrainedConfig) -> int:
+    """Over how many positions the original has its trained angles."""
+    rope, lengths = config.rope_parameters, [config.max_position_embeddings]
+    # with "default", an NTK base may be baked in
+    if rope["rope_type"] in ("default", *LENGTH_DEPENDENT_ROPE_TYPES):
+        lengths.append(rope.get("original_max_position_embeddings"))
+    return min(int(length) for length in lengths if length)
+
+
 def slow_pairs(config: CocaConfig) -> int:
     """How many of a head's pairs, the last ones, do not complete a rotation within the trained
     length. Pairs that do not rotate count.
     """
-    rope, length = CocaRotaryEmbedding(config), config.max_position_embeddings
-    if rope.rope_type in ("default", *LENGTH_DEPENDENT_ROPE_TYPES):
-        length = unscaled_len(config)
-    turns = rope.initial_buffers()["inv_freq"] * length / (2 * math.pi)
+    angles = CocaRotaryEmbedding(config).initial_buffers()["inv_freq"]  # of one position
+    turns = angles * angles_reach(config) / (2 * math.pi)
     slow = (turns < 1).flip(0).cumprod(0).sum()  # of those that rotate
     return config.head_dim // 2 - len(turns) + int(slow)
 

@@ -154,6 +154,7 @@ def _fold_kernel(
         )
         cos = _load(cos_ptr, b * cos_b + m * cos_m, pair * cos_d, inside, COMPUTE)
         sin = _load(sin_ptr, b * sin_b + m * sin_m, pair * sin_d, inside, COMPUTE)
+        cos, sin = _own_angles(cos, sin, still)
         row = b * q_b + h * q_h + m * q_m
         real = _load(q_ptr, row, pair * q_d, inside, COMPUTE)
         imag = _load(q_ptr, row, (pair + PAIRS) * q_d, inside, COMPUTE)
@@ -172,6 +173,7 @@ def _fold_kernel(
         )
         cos = _load(cos_ptr, b * cos_b + m * cos_m, pair * cos_d, inside, COMPUTE)
         sin = _load(sin_ptr, b * sin_b + m * sin_m, pair * sin_d, inside, COMPUTE)
+        cos, sin = _own_angles(cos, sin, still)
         t = _load(t_ptr, b * t_b + h * t_h + m * t_m, pair * t_d, inside, COMPUTE)
         t = tl.where((t < 0) & ~still, 0.0, t)  # not maximum, which would hide a NaN
         if STRICT:
@@ -201,6 +203,7 @@ def _fold_backward_kernel(
         )
         cos = _load(cos_ptr, b * cos_b + m * cos_m, pair * cos_d, inside, COMPUTE)
         sin = _load(sin_ptr, b * sin_b + m * sin_m, pair * sin_d, inside, COMPUTE)
+        cos, sin = _own_angles(cos, sin, still)
         row = b * q_b + h * q_h + m * q_m
         real = _load(q_ptr, row, pair * q_d, inside, COMPUTE)
         imag = _load(q_ptr, row, (pair + PAIRS) * q_d, inside, COMPUTE)
@@ -213,13 +216,8 @@ def _fold_backward_kernel(
             grad_imag = grad_energy * tl.where(still, 1.0, 2 * imag)
         else:
             across = (grad_second - grad_first) * sin
-            of_real, of_imag = grad_first * cos, grad_second * cos
-            grad_real = tl.where(
-                still, of_real + grad_second * sin, 2 * of_real * real + across * imag
-            )
-            grad_imag = tl.where(
-                still, of_imag - grad_first * sin, 2 * of_imag * imag + across * real
-            )
+            grad_real = tl.where(still, grad_first, 2 * grad_first * real * cos + across * imag)
+            grad_imag = tl.where(still, grad_second, 2 * grad_second * imag * cos + across * real)
         row = b * grad_q_b + h * grad_q_h + m * grad_q_m
         _store(grad_q_ptr, row, pair * grad_q_d, grad_real, inside)
         _store(grad_q_ptr, row, (pair + PAIRS) * grad_q_d, grad_imag, inside)
@@ -229,6 +227,7 @@ def _fold_backward_kernel(
         )
         cos = _load(cos_ptr, b * cos_b + m * cos_m, pair * cos_d, inside, COMPUTE)
         sin = _load(sin_ptr, b * sin_b + m * sin_m, pair * sin_d, inside, COMPUTE)
+        cos, sin = _own_angles(cos, sin, still)
         t = _load(t_ptr, b * t_b + h * t_h + m * t_m, pair * t_d, inside, COMPUTE)
         row = b * key_b + h * key_h + m * key_m
         grad_first = _load(grad_key_ptr, row, pair * key_d, inside, COMPUTE)
@@ -256,6 +255,11 @@ def _rows(
     b, h, m = token // length, row % HEADS, token % length
     # 64-bit offsets: a long batch has more numbers, though not more rows, than 32 bits can count
     return b.to(tl.int64), h.to(tl.int64), m.to(tl.int64), pair, (row < rows) & (pair < PAIRS)
+
+
+@triton.jit
+def _own_angles(cos, sin, still):
+    return tl.where(still, 1.0, cos), tl.where(still, 0.0, sin)
 
 
 @triton.jit

@@ -93,7 +93,7 @@ def coca_query(q: Tensor, cos: Tensor, sin: Tensor, constraint: str, content: in
     slack: `q o R_m q` (eq. 10 without the constraint of eq. 11); strict: `R_m [|q|^2, 0]` (eq. 9,
     closed form eq. 17). Content pairs, if there are any: `q`, and `[q_j + q_{j+d/2}, 0]`.
 
-    q: (b, h, m, d); cos, sin: (b, 1, m, j). Returns (b, h, m, d).
+    q: (b, h, m, d); cos, sin: (b, 1, m, j), of `own_angles`. Returns (b, h, m, d).
     """
     root = QUERY_SCALE**0.5
     q = q * root  # before it is squared
@@ -114,7 +114,7 @@ def coca_key(t: Tensor, cos: Tensor, sin: Tensor, constraint: str, content: int 
 
     slack: `R_n [t, t]`; strict: `R_n [t, 0]`.
 
-    t: (b, g, n, j), before the ReLU; cos, sin: (b, 1, n, j). Returns (b, g, n, d).
+    t: (b, g, n, j), before the ReLU; cos, sin: (b, 1, n, j), of `own_angles`. Returns (b, g, n, d).
     """
     return scaled_key(rectified(t, content), unit_key(cos, sin, constraint))
 
@@ -142,8 +142,9 @@ def plain_fold(
     q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str, content: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Query (b, h, m, d) and key (b, g, m, d) of ordinary attention, from the arguments of
-    `coca_query` and `coca_key`.
+    `coca_query` and `coca_key` and the model's angles.
     """
+    cos, sin = own_angles(cos, sin, content)
     query = coca_query(q, cos, sin, constraint, content)
     return query, coca_key(t, cos, sin, constraint, content)
 
@@ -231,9 +232,7 @@ class CocaAttention(nn.Module):
 
     def rotated(self, q: Tensor, t: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Query (b, h, m, d) and key (b, g, m, d) of ordinary attention; cos, sin: (b, 1, m, j)."""
-        content = self.config.coca_content_pairs
-        angles = own_angles(cos, sin, content)
-        return fold(q, t, *angles, self.config.coca_constraint, content)
+        return fold(q, t, cos, sin, self.config.coca_constraint, self.config.coca_content_pairs)
 
     def sharpened(self, query: Tensor, position_ids: Tensor) -> Tensor:
         """Query (b, h, m, d), multiplied by the `log_factor` of `config.coca_log_scale`."""

@@ -25,7 +25,7 @@ ROOM = 256  # tokens
 
 
 class HalfWidth(Cache):
-    """A cache whose layers hold t (b, g, n, j), after its ReLU, in place of keys (b, g, n, d).
+    """A cache whose layers hold t (b, g, n, j), rectified, in place of keys (b, g, n, d).
 
     After the model's own layers, `layers` has one more for every device, with the angles of all
     positions, cos and sin (b, 1, n, j). Whatever is done to the cache (reorder, crop, repeat,
@@ -58,6 +58,7 @@ class HalfWidth(Cache):
             if t.device not in self.angles:
                 self.angles[t.device] = self.new_layer()
                 self.layers.append(self.angles[t.device])
+            angles = own_angles(*angles, self.config.coca_content_pairs)
             self.angles[t.device].update(*(part.expand(len(t), -1, -1, -1) for part in angles))
         if t.shape == key_states.shape:
             return super().update(key_states, value_states, layer_idx)
@@ -67,25 +68,23 @@ class HalfWidth(Cache):
             return key_states, value
         if self.config._attn_implementation == "coca":
             return t, value
-        return self.keys_of(t, layer_idx), value
+        return self.keys_of(t), value
 
-    def keys_of(self, t: Tensor, layer_idx: int) -> Tensor:
+    def keys_of(self, t: Tensor) -> Tensor:
         """Keys (b, g, n, d) for all `t` of a layer."""
         return scaled_key(t, self.unit_keys(t.device)[..., -t.shape[-2] :, :, :])
 
     def unit_keys(self, device: torch.device) -> Tensor:
         """Keys for coefficients of 1 at all positions, (b, 1, n, 2, j)."""
         held = self.angles[device]
-        angles = own_angles(held.keys, held.values, self.config.coca_content_pairs)
-        return unit_key(*angles, self.config.coca_constraint)
+        return unit_key(held.keys, held.values, self.config.coca_constraint)
 
-    def angles_of(self, t: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def angles_of(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, each (b, 1, n, j), for all `t` of a layer, which are the last n under
         a sliding window.
         """
         held, n = self.angles[t.device], t.shape[-2]
-        angles = held.keys[..., -n:, :], held.values[..., -n:, :]
-        return own_angles(*angles, self.config.coca_content_pairs)
+        return held.keys[..., -n:, :], held.values[..., -n:, :]
 
 
 class CocaCache(HalfWidth, DynamicCache):

@@ -36,13 +36,11 @@ def coca_scores(
     t = repeat_kv(t, q.shape[1] // t.shape[1])
     if content:
         still = content_pairs(t, content)
-        linear = contract(
-            "bhmj,bhnj->bhmn", sum(q[..., torch.cat((still, still))].chunk(2, -1)), t[..., still]
-        )
-        both = torch.cat((~still, ~still))
-        return linear + coca_scores(
-            q[..., both], t[..., ~still], cos[..., ~still], sin[..., ~still], constraint
-        )
+        first, second = q.chunk(2, dim=-1)
+        matched = contract("bhmj,bhnj->bhmn", (first + second)[..., still], t[..., still])
+        q = torch.cat((first[..., ~still], second[..., ~still]), dim=-1)
+        t, cos, sin = (part[..., ~still] for part in (t, cos, sin))
+        return matched + coca_scores(q, t, cos, sin, constraint)
     t = t.relu()
     if constraint == "slack":
         rotated_t = rotate(torch.cat((t, t), dim=-1), cos, sin)
