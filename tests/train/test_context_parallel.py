@@ -53,6 +53,7 @@ def recipes(tiny_tokenizer, real_recipe, tmp_path_factory):
     tree["training"]["adam_epsilon"] = (
         1e-4  # otherwise Adam amplifies the rounding of gradients that are nearly zero
     )
+    tree["training"]["learning_rate"] = 1e-4  # rounding of a step moves the next one's gradient
     tree["stages"] = [{"name": "k", "train": "all", "max_steps": 2}]
     for kind, (config, rope_type) in KINDS.items():
         torch.manual_seed(1)
@@ -142,17 +143,15 @@ def test_two_processes_that_share_blocks_train_as_one_that_has_them_whole(
 ):
     run_recipe(load_recipe(recipes / f"{kind}.yaml"), tmp_path / "one")
     ours, theirs = runs / kind / "1-k", tmp_path / "one/1-k"
-    assert logged(ours, "loss") == pytest.approx(logged(theirs, "loss"), rel=2e-6)
-    # The second gradient is of weights that already differ by the rounding of the first
-    assert logged(ours, "grad_norm")[0] == pytest.approx(logged(theirs, "grad_norm")[0], rel=1e-5)
-    assert logged(ours, "tokens_seen") == logged(theirs, "tokens_seen")
+    for key, bound in {"loss": 2e-6, "grad_norm": 2e-5, "tokens_seen": 0}.items():
+        assert logged(ours, key) == pytest.approx(logged(theirs, key), rel=bound), key
     records = [record(ours), record(theirs)]
     for key in ("tokens", "end_block", "blocks_per_step"):
         assert records[0][key] == records[1][key]
     assert records[0]["hardware"]["processes"] == 2
     for key in ("before", "after"):
         assert records[0]["held_out"][key] == pytest.approx(records[1]["held_out"][key], abs=1e-4)
-    assert_same_weights(ours, theirs, atol=1e-4)
+    assert_same_weights(ours, theirs, atol=1e-5)
 
 
 @pytest.mark.real
