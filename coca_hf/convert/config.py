@@ -377,7 +377,8 @@ def _copied_config(config: Mapping, where: str, ignored: Collection[str]) -> Coc
             f"{where}: got model_type {model_type!r}, which this version of coca_hf does not have"
         )
     config_class = CONFIG_MAPPING[model_type]
-    fields = _understood_fields(config, _fields(config_class), ignored, where)
+    own = {field for field in config if field.startswith("coca_")}  # it refuses those it lacks
+    fields = _understood_fields(config, _fields(config_class) | own, ignored, where)
     with library_errors(where):
         return config_class(**fields)
 

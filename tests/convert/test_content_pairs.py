@@ -130,6 +130,10 @@ def test_a_checkpoint_with_fields_of_another_version_is_not_loaded(tiny_llama_di
     convert_checkpoint(tiny_llama_dir, tmp_path / "dst")
     file = tmp_path / "dst/config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"coca_other_pairs": 1}))
+    message = "coca_other_pairs is unknown to this version"
     for load in (AutoConfig.from_pretrained, AutoModelForCausalLM.from_pretrained):
-        with pytest.raises(ValueError, match="coca_other_pairs is unknown to this version"):
+        with pytest.raises(ValueError, match=message):
             load(tmp_path / "dst")
+    refuses(message, tmp_path / "dst", tmp_path / "again")
+    message = "--ignore-field coca_other_pairs: got a field that changes the model"
+    refuses(message, tmp_path / "dst", tmp_path / "again", ignore_fields=["coca_other_pairs"])
