@@ -176,7 +176,7 @@ def _lead(conversion: dict, stages: list[dict], base: str) -> str:
 def _conversion(record: dict, base: str) -> str:
     """A list: what the last conversion did, and what earlier ones fitted and rotated otherwise."""
     parameters, later = record["parameters"], record.get("converted_layers")
-    content, earlier = record.get("content_pairs"), record.get("earlier", [])
+    content, earlier = content_in_words(record), record.get("earlier", [])
     source = Path(record["source"]).name if earlier else base
     lines = {
         "source": f"{source}, {record['source_format']}",
@@ -185,7 +185,7 @@ def _conversion(record: dict, base: str) -> str:
         "form": record["constraint"],
         **({"original attention": kept_in_words(record)} if record.get("kept_layers") else {}),
         **({"log scale": f"{record['log_scale']:g}"} if "log_scale" in record else {}),
-        **({"content pairs": f"{content} of each head"} if content else {}),
+        **({"content pairs": content} if content else {}),
         "dtype": record["dtype"],
         "parameters": f"{parameters['before']:,} before, {parameters['after']:,} after",
         "start of W_T": record["start"]["rule"],
@@ -237,6 +237,18 @@ def kept_in_words(facts: dict) -> str:
         return words
     some = "" if windowed == kept else f"of which {numbers(windowed)} "
     return f"{words}, {some}over the last {window:,} tokens"
+
+
+def content_in_words(facts: dict) -> str:
+    """The content pairs, from a record or a plan of conversion, or from `inspect_checkpoint`'s
+    facts; empty if there are none.
+    """
+    slowest, layers = facts.get("content_pairs"), facts.get("content_layers")
+    words = [f"the {slowest} slowest of each head"] if slowest else []
+    if layers:
+        others = "others" if slowest else "pairs"
+        words.append(f"every second of the {others} in layers {numbers(layers)}")
+    return ", and ".join(words)
 
 
 def base_in_words(rope: dict) -> str:

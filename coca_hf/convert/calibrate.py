@@ -34,8 +34,8 @@ from torch import Tensor
 from coca_hf.convert.layer_pairs import Angles, HiddenStates, LayerPairs, batches, run_layer
 from coca_hf.models.attention import (
     CocaAttention,
+    ContentPairs,
     coca_query,
-    content_pairs,
     own_angles,
     rectified,
     scaled_key,
@@ -220,8 +220,7 @@ def folded(
     attention: CocaAttention, q: Tensor, t: Tensor, angles: tuple[Tensor, Tensor], rows: Tensor
 ) -> tuple[Tensor, Tensor]:
     """As `fold`, from queries (b, h, r, d) and coefficients (b, g, n, j)."""
-    config = attention.config
-    constraint, content = config.coca_constraint, config.coca_content_pairs
+    constraint, content = attention.config.coca_constraint, attention.content
     angles = own_angles(*angles, content)
     cos, sin = (part.unsqueeze(1) for part in angles)
     cos_of_rows, sin_of_rows = (_take(part, rows).unsqueeze(1) for part in angles)
@@ -257,7 +256,7 @@ class Keys(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, t: Tensor, unit: Tensor, content: int) -> Tensor:
+    def forward(ctx: Any, t: Tensor, unit: Tensor, content: ContentPairs) -> Tensor:
         ctx.save_for_backward(t, unit)
         ctx.content = content
         return scaled_key(rectified(t, content), unit)
@@ -267,7 +266,7 @@ class Keys(torch.autograd.Function):
         t, unit = ctx.saved_tensors
         first, second = gradient.chunk(2, -1)
         to_t = (first * unit[..., 0, :]).addcmul_(second, unit[..., 1, :])
-        is_passed = (t > 0) | content_pairs(t, ctx.content)
+        is_passed = (t > 0) | ctx.content.mask(t)
         return torch.where(is_passed, to_t, LEAK * to_t.clamp(max=0)), None, None
 
 

@@ -158,6 +158,7 @@ class Form:
     released: bool
     ignored_fields: Collection[str]
     content_pairs: int | Literal["auto"] | None
+    content_layers: Collection[int] = ()
     kept_window: int | None = None
     log_scale: float | None = None
 
@@ -179,22 +180,36 @@ def converted_config(
     kept = None if kept_layers is None else sorted(kept_layers)
     if not is_coca(config):
         constraint, content = form.constraint or "slack", form.content_pairs or 0
-        return coca_config(config, constraint, where, kept or (), content, form.ignored_fields)
+        # ranked layers, which are known after calibration, may be among the content layers
+        some = {*form.content_layers} - {*(kept or ())}
+        return coca_config(
+            config, constraint, where, kept or (), content, some, form.ignored_fields
+        )
     own = _copied_config(config, where, form.ignored_fields)
     _check_same("--constraint", form.constraint, own.coca_constraint, where)
     asked = slow_pairs(own) if form.content_pairs == "auto" else form.content_pairs
     _check_same("--content-pairs", asked, own.coca_content_pairs, where)
+    former = {*own.coca_content_layers}
     if form.ntk_length or form.log_scale is not None:
         _check_same("--keep-layers", kept, sorted(own.coca_kept_layers), where)
+        asked_layers = sorted(former | {*form.content_layers})
+        _check_same("--content-layers", asked_layers, sorted(former), where)
         return own
     if foreign := {*(kept or ())} - {*own.coca_kept_layers}:
         raise CocaError(
             f"{where}: --keep-layers: got layers {sorted(foreign)}, expected some of "
             f"{sorted(own.coca_kept_layers)}, which the source keeps; its others are CoCA"
         )
+    converted = {*own.coca_kept_layers} - {*(kept or ())}
+    if fixed := {*form.content_layers} - former - converted:
+        raise CocaError(
+            f"{where}: --content-layers: got layers {sorted(fixed)}, which are CoCA already without "
+            f"content pairs of this kind; expected some of {sorted(converted)}"
+        )
     layers = {
         "coca_kept_layers": kept or [],
         "coca_kept_window": own.coca_kept_window if kept else None,
+        "coca_content_layers": sorted(former | {*form.content_layers}),
     }
     result = _copied_config({**config, **layers}, where, form.ignored_fields)
     if len(result.coca_kept_layers) == len(own.coca_kept_layers):
@@ -216,6 +231,7 @@ def coca_config(
     where: str,
     kept_layers: Iterable[int] = (),
     content_pairs: int | Literal["auto"] = 0,
+    content_layers: Iterable[int] = (),
     ignored: Collection[str] = (),
 ) -> CocaConfig:
     """The CoCA configuration for a checkpoint's `config.json`, which `where` names in errors.
@@ -246,6 +262,7 @@ def coca_config(
             coca_constraint=constraint,
             coca_kept_layers=list(kept_layers),
             coca_content_pairs=0 if content_pairs == "auto" else content_pairs,
+            coca_content_layers=sorted(content_layers),
         )
         if content_pairs == "auto":
             result.coca_content_pairs = slow_pairs(result)

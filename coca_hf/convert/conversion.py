@@ -70,6 +70,7 @@ def convert_checkpoint(
     calibrate_progress: Report | None = None,
     keep_layers: Sequence[int] | int | str | None = None,
     content_pairs: int | Literal["auto"] | None = None,
+    content_layers: Collection[int] = (),
     keep_window: int | None = None,
     log_scale: float | None = None,
     revision: str | None = None,
@@ -106,8 +107,10 @@ def convert_checkpoint(
     keep_layers: numbers, from 0, of the layers that keep the original's attention; or, with
         calibrate_on, how many, or `auto`: those whose conversion harms most (`calibration.py`)
     content_pairs: how many of a head's pairs, the slowest ones, are content pairs
-        (`models/attention.py`): none by default, or those of a CoCA `src`; `auto`: those that do
-        not complete a rotation within the trained length
+        (`ContentPairs`): none by default, or those of a CoCA `src`; `auto`: those that do not
+        complete a rotation within the trained length
+    content_layers: numbers, from 0, of the layers in which every second of the other pairs is one,
+        too; those of a CoCA `src` stay
     keep_window: tokens that kept layers attend to, the query's own included; all by default
     log_scale: how much CoCA layers sharpen their maps as contexts become longer (`CocaConfig`); a
         CoCA `src` then keeps its layers
@@ -141,13 +144,14 @@ def convert_checkpoint(
         released,
         ignore_fields,
         content_pairs,
+        content_layers,
         None if ranked else keep_window,
         log_scale,
     )
     sources = [src] if adapter is None else [src, os.fspath(adapter)]
     preflight.check_paths(sources, dst)
     preflight.check_options(form)
-    preflight.check_layers(named, ranked, calibrate_on)
+    preflight.check_layers(named, ranked, content_layers, calibrate_on)
     check_kept_window(keep_window, ranked or named, calibrate_block if calibrate_on else 1)
     if calibrate_on:
         preflight.check_device(device)
@@ -307,6 +311,7 @@ def _facts(layout: Layout) -> dict:
         **({"kept_window": window} if (window := layout.config.coca_kept_window) else {}),
         **({"windowed_layers": layout.config.windowed_layers()} if window else {}),
         **({"content_pairs": pairs} if (pairs := layout.config.coca_content_pairs) else {}),
+        **({"content_layers": some} if (some := layout.config.coca_content_layers) else {}),
         **({"log_scale": scale} if (scale := layout.config.coca_log_scale) else {}),
         **({"rope": layout.ntk} if layout.ntk else {}),
         "dtype": str(layout.config.dtype).removeprefix("torch."),

@@ -410,6 +410,7 @@ def _check_released(config: CocaConfig, family: Family | None, where: str) -> No
         "--constraint strict": config.coca_constraint != "slack",
         "--keep-layers": bool(config.coca_kept_layers),
         "--content-pairs": bool(config.coca_content_pairs),
+        "--content-layers": bool(config.coca_content_layers),
         "a rotary_pct below 1": rotary_dim(config) != config.head_dim,
     }
     if found := [problem for problem, is_found in problems.items() if is_found]:

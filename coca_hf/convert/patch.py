@@ -32,6 +32,7 @@ def patch_(
     keep_original: bool = False,
     keep_layers: Iterable[int] = (),
     content_pairs: int | Literal["auto"] = 0,
+    content_layers: Iterable[int] = (),
     keep_window: int | None = None,
     ignore_fields: Collection[str] = (),
 ) -> CocaPreTrainedModel:
@@ -43,8 +44,9 @@ def patch_(
     what is replaced, and to its memory, so `unpatch_` can restore it. keep_layers: numbers, from 0,
     of the layers that keep the original's attention; keep_window: tokens that these attend to, all
     by default; content_pairs: how many of a head's pairs, the slowest ones, are content pairs
-    (`models/attention.py`), or `auto`, those that do not complete a rotation within the trained
-    length. ignore_fields: fields of the model's config that are unknown here and that you declare
+    (`ContentPairs`), or `auto`, those that do not complete a rotation within the trained length;
+    content_layers: numbers of the layers in which every second of the other pairs is one, too.
+    ignore_fields: fields of the model's config that are unknown here and that you declare
     inert.
 
     Gradient checkpointing and `enable_input_require_grads` stay on. Other hooks would be lost, so
@@ -79,6 +81,7 @@ def patch_(
         "patch_: model.config",
         keep_layers,
         content_pairs,
+        content_layers,
         ignore_fields,
     )
     config = with_kept_window(config, keep_window, "patch_: model.config")

@@ -48,13 +48,21 @@ def check_options(form: Form) -> None:
 def check_layers(
     named: Sequence[int] | None,
     ranked: int | str | None,
+    content: Collection[int],
     calibrate_on: str | None,
 ) -> None:
-    """named: the layers of --keep-layers; or ranked: how many, or `auto`."""
-    if twice := sorted(layer for layer, count in Counter(named or ()).items() if count > 1):
+    """named: the layers of --keep-layers; or ranked: how many, or `auto`; content: those of
+    --content-layers.
+    """
+    for option, layers in (("--keep-layers", named or ()), ("--content-layers", content)):
+        if twice := sorted(layer for layer, count in Counter(layers).items() if count > 1):
+            raise CocaError(
+                f"{option}: got layer {twice[0]} more than once in {list(layers)}, expected each "
+                "layer once"
+            )
+    if both := sorted({*(named or ())} & {*content}):
         raise CocaError(
-            f"--keep-layers: got layer {twice[0]} more than once in {list(named or ())}, expected "
-            "each layer once"
+            f"--content-layers: got layers {both}, which --keep-layers keeps; expected CoCA layers"
         )
     if ranked is None:
         return

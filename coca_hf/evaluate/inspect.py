@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from coca_hf.card import kept_in_words
+from coca_hf.card import content_in_words, kept_in_words
 from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.loaded_model import trained_length
 from coca_hf.models.decoder import CocaConfig
@@ -65,6 +65,7 @@ def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict
         "windowed_layers": config.windowed_layers() if is_coca else None,
         "log_scale": config.coca_log_scale if is_coca else None,
         "content_pairs": config.coca_content_pairs if is_coca else None,
+        "content_layers": sorted(config.coca_content_layers) if is_coca else None,
         "rope": _rope(config),
         "trained_length": trained_length(config),
         "max_length": getattr(config, "max_position_embeddings", None),
@@ -89,8 +90,8 @@ def describe(facts: dict[str, Any]) -> str:
     attention = f"CoCA, {facts['constraint']}" if facts["constraint"] else "plain"
     if facts["kept_layers"]:
         attention += f"; the original's in {kept_in_words(facts)}"
-    if facts["content_pairs"]:
-        attention += f"; {facts['content_pairs']} content pairs"
+    if content := content_in_words(facts):
+        attention += f"; content pairs: {content}"
     if facts["log_scale"]:
         attention += f"; log scale {facts['log_scale']:g}"
     trained, longest = facts["trained_length"], facts["max_length"]

@@ -62,10 +62,9 @@ def visiting_products(
     """
     is_rotated = getattr(model.config, "no_rope_layers", None)  # by layer, of SmolLM3
     all_of_coca = [m for m in model.modules() if isinstance(m, attention.CocaAttention)]
-    if content := getattr(model.config, "coca_content_pairs", None):
+    if any(module.content.exist for module in all_of_coca):
         raise CocaError(
-            f"{type(model).__name__}: got {content} content pairs, which have no angles; expected "
-            "none"
+            f"{type(model).__name__}: got content pairs, which have no angles; expected none"
         )
     if attentions := [
         module for module in all_of_coca if is_rotated is None or is_rotated[module.layer_idx]

@@ -77,6 +77,7 @@ class Row(TypedDict):
     coca_kept_layers: NotRequired[list[int] | None]
     coca_kept_window: NotRequired[int | None]  # tokens that these layers attend to, if not all
     coca_content_pairs: NotRequired[int | None]
+    coca_content_layers: NotRequired[list[int] | None]
     coca_log_scale: NotRequired[float | None]
     tokens: NotRequired[int | None]  # scored or read
     error: str | None  # why there is no value; "OOM: ..." if memory ran out
@@ -363,6 +364,7 @@ def about_model(loaded: LoadedModel) -> dict:
         "coca_kept_layers": getattr(config, "coca_kept_layers", None),
         "coca_kept_window": getattr(config, "coca_kept_window", None),
         "coca_content_pairs": getattr(config, "coca_content_pairs", None),
+        "coca_content_layers": getattr(config, "coca_content_layers", None),
         "coca_log_scale": getattr(config, "coca_log_scale", None),
         "trained_length": trained_length(config),
         "model_commit": loaded.commit,

@@ -59,12 +59,12 @@ def coca_attention_forward(
         decode = DECODERS.get(query.device.type)
         if decode is not None and _can_decode(query, attention_mask):
             angles, strict = (
-                past_key_values.angles_of(key),
+                past_key_values.angles_of(key, module.content),
                 module.config.coca_constraint == "strict",
             )
             output = decode(query, key, value, *angles, attention_mask, scaling, strict)
             return output.transpose(1, 2), None  # (b, 1, h, d)
-        key = past_key_values.keys_of(key)
+        key = past_key_values.keys_of(key, module.content)
     if _is_token(query, attention_mask):
         return _attend_together(query, key, value, attention_mask, scaling), None
     return sdpa_attention_forward(

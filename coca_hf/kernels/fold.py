@@ -10,14 +10,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coca_hf.models.attention import QUERY_SCALE
+from coca_hf.models.attention import NO_CONTENT, QUERY_SCALE, ContentPairs
 
 TILE = 4096  # numbers that a program holds of each half
 SCALE = tl.constexpr(QUERY_SCALE)
 
 
 def fused_fold(
-    q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str, content: int = 0
+    q: Tensor,
+    t: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    constraint: str,
+    content: ContentPairs = NO_CONTENT,
 ) -> tuple[Tensor, Tensor]:
     """`plain_fold` with the same arguments, the same results up to rounding, and gradients of q and
     t. The last axis may have any stride.
@@ -25,20 +30,20 @@ def fused_fold(
     Raises ValueError in backward if cos or sin need a gradient, which `CocaRotaryEmbedding` never
     asks for.
     """
-    return _fold(q, t, cos, sin, constraint == "strict", content)
+    return _fold(q, t, cos, sin, constraint == "strict", *content)
 
 
 @torch.library.custom_op("coca::fold", mutates_args=())
 def _fold(
-    q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, strict: bool, content: int
+    q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, strict: bool, slowest: int, every_second: bool
 ) -> tuple[Tensor, Tensor]:
     query, key = _like_tokens(q, q.shape[-1]), _like_tokens(t, q.shape[-1])
-    _launch(_fold_kernel, (q, query), (t, key), cos, sin, strict, content)
+    _launch(_fold_kernel, (q, query), (t, key), cos, sin, strict, slowest, every_second)
     return query, key
 
 
 @_fold.register_fake
-def _(q, t, cos, sin, strict, content):
+def _(q, t, cos, sin, strict, slowest, every_second):
     return _like_tokens(q, q.shape[-1]), _like_tokens(t, q.shape[-1])
 
 
@@ -51,16 +56,17 @@ def _fold_backward(
     cos: Tensor,
     sin: Tensor,
     strict: bool,
-    content: int,
+    slowest: int,
+    every_second: bool,
 ) -> tuple[Tensor, Tensor]:
     grad_q, grad_t = _like_tokens(q, q.shape[-1]), _like_tokens(t, t.shape[-1])
     of_query, of_t = (q, grad_query, grad_q), (t, grad_key, grad_t)
-    _launch(_fold_backward_kernel, of_query, of_t, cos, sin, strict, content)
+    _launch(_fold_backward_kernel, of_query, of_t, cos, sin, strict, slowest, every_second)
     return grad_q, grad_t
 
 
 @_fold_backward.register_fake
-def _(grad_query, grad_key, q, t, cos, sin, strict, content):
+def _(grad_query, grad_key, q, t, cos, sin, strict, slowest, every_second):
     return _like_tokens(q, q.shape[-1]), _like_tokens(t, t.shape[-1])
 
 
@@ -69,13 +75,13 @@ def _save(ctx, inputs, output) -> None:
         raise ValueError(
             "coca fold: got angles that need a gradient, expected constants; use plain_fold"
         )
-    *tensors, ctx.strict, ctx.content = inputs
-    ctx.save_for_backward(*tensors)
+    q, t, cos, sin, *ctx.form = inputs
+    ctx.save_for_backward(q, t, cos, sin)
 
 
 def _backward(ctx, grad_query: Tensor, grad_key: Tensor):
-    gradients = _fold_backward(grad_query, grad_key, *ctx.saved_tensors, ctx.strict, ctx.content)
-    return *gradients, None, None, None, None
+    gradients = _fold_backward(grad_query, grad_key, *ctx.saved_tensors, *ctx.form)
+    return *gradients, None, None, None, None, None
 
 
 _fold.register_autograd(_backward, setup_context=_save)
@@ -94,7 +100,8 @@ def _launch(
     cos: Tensor,
     sin: Tensor,
     strict: bool,
-    content: int,
+    slowest: int,
+    every_second: bool,
 ):
     """Run `kernel` over the rows of the query's tensors, then over those of t's. It writes the last
     tensor of each.
@@ -124,7 +131,8 @@ def _launch(
             T_HEADS=t.shape[1],
             PAIRS=pairs,
             STRICT=strict,
-            CONTENT=content,
+            SLOWEST=slowest,
+            EVERY_SECOND=every_second,
             BLOCK_ROWS=block_rows,
             BLOCK_PAIRS=block_pairs,
             COMPUTE=tl.float64 if q.dtype == torch.float64 else tl.float32,
@@ -144,10 +152,11 @@ def _fold_kernel(
     cos_b, cos_m, cos_d, sin_b, sin_m, sin_d,
     query_blocks, query_rows, t_rows, length,
     QUERY_HEADS: tl.constexpr, T_HEADS: tl.constexpr, PAIRS: tl.constexpr, STRICT: tl.constexpr,
-    CONTENT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, COMPUTE: tl.constexpr,
+    SLOWEST: tl.constexpr, EVERY_SECOND: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
-    still = tl.arange(0, BLOCK_PAIRS)[None, :] >= PAIRS - CONTENT  # content pairs
+    still = _content_pairs(PAIRS - SLOWEST, EVERY_SECOND, BLOCK_PAIRS)
     if block < query_blocks:
         b, h, m, pair, inside = _rows(
             block, query_rows, length, QUERY_HEADS, PAIRS, BLOCK_ROWS, BLOCK_PAIRS
@@ -193,10 +202,11 @@ def _fold_backward_kernel(
     cos_b, cos_m, cos_d, sin_b, sin_m, sin_d,
     query_blocks, query_rows, t_rows, length,
     QUERY_HEADS: tl.constexpr, T_HEADS: tl.constexpr, PAIRS: tl.constexpr, STRICT: tl.constexpr,
-    CONTENT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, COMPUTE: tl.constexpr,
+    SLOWEST: tl.constexpr, EVERY_SECOND: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
-    still = tl.arange(0, BLOCK_PAIRS)[None, :] >= PAIRS - CONTENT  # content pairs
+    still = _content_pairs(PAIRS - SLOWEST, EVERY_SECOND, BLOCK_PAIRS)
     if block < query_blocks:
         b, h, m, pair, inside = _rows(
             block, query_rows, length, QUERY_HEADS, PAIRS, BLOCK_ROWS, BLOCK_PAIRS
@@ -255,6 +265,16 @@ def _rows(
     b, h, m = token // length, row % HEADS, token % length
     # 64-bit offsets: a long batch has more numbers, though not more rows, than 32 bits can count
     return b.to(tl.int64), h.to(tl.int64), m.to(tl.int64), pair, (row < rows) & (pair < PAIRS)
+
+
+@triton.jit
+def _content_pairs(others: tl.constexpr, EVERY_SECOND: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
+    """Which pairs are content pairs, (1, pairs); others: how many are not among the slowest."""
+    pair = tl.arange(0, BLOCK_PAIRS)[None, :]
+    still = pair >= others
+    if EVERY_SECOND:
+        still = still | ((others + pair) % 2 == 1)
+    return still
 
 
 @triton.jit

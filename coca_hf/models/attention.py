@@ -18,13 +18,14 @@ attention) therefore computes CoCA unchanged. Strict depends on m - n only, slac
 Both square the query, which overflows in float16 for entries above 181. The folded query is
 therefore multiplied by `QUERY_SCALE`, and `CocaAttention.scaling` divides by it.
 
-The slowest `config.coca_content_pairs` pairs of every head, none in the paper, are content pairs. They
-do not rotate, so there is no angle for CoCA to remove, and their coefficients may have either sign:
+Some pairs of every head, none in the paper, may be content pairs (`ContentPairs`). They do not
+rotate, so there is no angle for CoCA to remove, and their coefficients may have either sign:
 
     content  a(m, n) = sum_j t_j (q_j + q_{j+d/2})
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,25 +48,44 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return swapped.mul_(_row(-sin, sin)).addcmul_(x, _row(cos, cos))
 
 
-def content_pairs(x: Tensor, content: int) -> Tensor:
-    """Which pairs of `x`, (..., j), are the `content` slowest ones, (j,)."""
-    pairs = x.shape[-1]
-    return torch.arange(pairs, device=x.device) >= pairs - content
+class ContentPairs(NamedTuple):
+    """The content pairs of every head of a layer: the `slowest` pairs and, if `every_second` is set,
+    every second of the others, beginning with the slowest of them.
+
+    A pair that rotates matches content only up to a quarter of its period away. The slowest pairs,
+    which do not complete a rotation within the trained length, hardly tell positions apart, and
+    carry content in the original, too (arXiv 2410.06205). Layers that look contents up need more
+    than these; layers that read positions need all the others.
+    """
+
+    slowest: int = 0
+    every_second: bool = False
+
+    @property
+    def exist(self) -> bool:
+        return self != NO_CONTENT
+
+    def mask(self, x: Tensor) -> Tensor:
+        """Which pairs of `x`, (..., j), they are, (j,)."""
+        others = x.shape[-1] - self.slowest
+        pairs = torch.arange(x.shape[-1], device=x.device)
+        mask = pairs >= others
+        return mask | ((others + pairs) % 2 == 1) if self.every_second else mask
 
 
-def own_angles(cos: Tensor, sin: Tensor, content: int) -> tuple[Tensor, Tensor]:
+NO_CONTENT = ContentPairs()
+
+
+def own_angles(cos: Tensor, sin: Tensor, content: ContentPairs) -> tuple[Tensor, Tensor]:
     """The cosines and sines of CoCA's pairs, each (..., j), from those of the model: content pairs
     have angle zero.
 
     The factor by which YaRN and longrope lengthen rotated pairs does not apply to them, as in the
-    partial rotary embeddings of transformers. A pair that rotates matches content only up to a
-    quarter of its period away; the slowest pairs, which do not complete a rotation within the
-    trained length, hardly tell positions apart, and carry content in the original, too (arXiv
-    2410.06205).
+    partial rotary embeddings of transformers.
     """
-    if not content:
+    if not content.exist:
         return cos, sin
-    still = content_pairs(cos, content)
+    still = content.mask(cos)
     return cos.masked_fill(still, 1), sin.masked_fill(still, 0)
 
 
@@ -86,7 +106,9 @@ def _row(first: Tensor, second: Tensor) -> Tensor:
     return torch.cat((first, second), dim=-1)
 
 
-def coca_query(q: Tensor, cos: Tensor, sin: Tensor, constraint: str, content: int = 0) -> Tensor:
+def coca_query(
+    q: Tensor, cos: Tensor, sin: Tensor, constraint: str, content: ContentPairs = NO_CONTENT
+) -> Tensor:
     """Fold the query's own rotation into it. The dot product with `coca_key` is `QUERY_SCALE` times
     the CoCA score.
 
@@ -97,7 +119,7 @@ def coca_query(q: Tensor, cos: Tensor, sin: Tensor, constraint: str, content: in
     """
     root = QUERY_SCALE**0.5
     q = q * root  # before it is squared
-    still = content_pairs(cos, content) if content else None
+    still = content.mask(cos) if content.exist else None
     if constraint == "slack":
         factor = q if still is None else q.masked_fill(_row(still, still), root)
         # in this order, because the result takes the memory layout of the first, (b, h, m, d)
@@ -109,7 +131,9 @@ def coca_query(q: Tensor, cos: Tensor, sin: Tensor, constraint: str, content: in
     return _row(energy, energy) * _row(cos, sin)
 
 
-def coca_key(t: Tensor, cos: Tensor, sin: Tensor, constraint: str, content: int = 0) -> Tensor:
+def coca_key(
+    t: Tensor, cos: Tensor, sin: Tensor, constraint: str, content: ContentPairs = NO_CONTENT
+) -> Tensor:
     """Rotate the collinear coefficients into the key of a plain dot product.
 
     slack: `R_n [t, t]`; strict: `R_n [t, 0]`.
@@ -119,11 +143,11 @@ def coca_key(t: Tensor, cos: Tensor, sin: Tensor, constraint: str, content: int 
     return scaled_key(rectified(t, content), unit_key(cos, sin, constraint))
 
 
-def rectified(t: Tensor, content: int) -> Tensor:
+def rectified(t: Tensor, content: ContentPairs) -> Tensor:
     """One coefficient per pair, (b, g, n, j), which ReLU makes non-negative (eq. 6 and 7), except
     in content pairs, if there are any.
     """
-    return torch.where(content_pairs(t, content), t, t.relu()) if content else t.relu()
+    return torch.where(content.mask(t), t, t.relu()) if content.exist else t.relu()
 
 
 def unit_key(cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
@@ -139,7 +163,12 @@ def scaled_key(t: Tensor, unit: Tensor) -> Tensor:
 
 
 def plain_fold(
-    q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str, content: int = 0
+    q: Tensor,
+    t: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    constraint: str,
+    content: ContentPairs = NO_CONTENT,
 ) -> tuple[Tensor, Tensor]:
     """Query (b, h, m, d) and key (b, g, m, d) of ordinary attention, from the arguments of
     `coca_query` and `coca_key` and the model's angles.
@@ -154,7 +183,7 @@ FOLDS: dict[str, Callable] = {}
 
 
 def fold(
-    q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str, content: int
+    q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str, content: ContentPairs
 ) -> tuple[Tensor, Tensor]:
     """`plain_fold`, by the fastest implementation for the device."""
     return FOLDS.get(q.device.type, plain_fold)(q, t, cos, sin, constraint, content)
@@ -198,6 +227,7 @@ class CocaAttention(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
+        self.content = config.content_of(layer_idx)
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = self.head_dim**-0.5 / QUERY_SCALE
@@ -232,7 +262,7 @@ class CocaAttention(nn.Module):
 
     def rotated(self, q: Tensor, t: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Query (b, h, m, d) and key (b, g, m, d) of ordinary attention; cos, sin: (b, 1, m, j)."""
-        return fold(q, t, cos, sin, self.config.coca_constraint, self.config.coca_content_pairs)
+        return fold(q, t, cos, sin, self.config.coca_constraint, self.content)
 
     def sharpened(self, query: Tensor, position_ids: Tensor) -> Tensor:
         """Query (b, h, m, d), multiplied by the `log_factor` of `config.coca_log_scale`."""
@@ -260,7 +290,9 @@ class CocaAttention(nn.Module):
         query, key = self.rotated(q, t, cos, sin)
         query = self.sharpened(query, position_ids)
         if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx, t=t, angles=(cos, sin))
+            key, value = past_key_values.update(
+                key, value, self.layer_idx, t=t, angles=(cos, sin), content=self.content
+            )
 
         # vLLM parses this source: it expects one call, to a local assigned from get_interface, with
         # scaling=self.scaling. The cache is for the attention `coca` of coca_hf.kernels, which

@@ -1,7 +1,7 @@
 """The half-width key cache stores the coefficients t and computes keys when they are read.
 
 A key follows from its t, which is half as wide, and from its position's angles, which all layers
-share. Keys and values together take 75% of LLaMA's bytes. Letters: see `attention.py`.
+with the same content pairs share. Keys and values together take 75% of LLaMA's bytes. Letters: see `attention.py`.
 """
 
 import weakref
@@ -19,23 +19,24 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from .attention import own_angles, rectified, scaled_key, unit_key
+from .attention import ContentPairs, own_angles, rectified, scaled_key, unit_key
 
 ROOM = 256  # tokens
+Place = tuple[torch.device, ContentPairs]  # of layers that share their angles
 
 
 class HalfWidth(Cache):
     """A cache whose layers hold t (b, g, n, j), rectified, in place of keys (b, g, n, d).
 
-    After the model's own layers, `layers` has one more for every device, with the angles of all
-    positions, cos and sin (b, 1, n, j). Whatever is done to the cache (reorder, crop, repeat,
-    select, reset) is then done to them as well.
+    After the model's own layers, `layers` has one more for every device and its content pairs, with
+    the angles of all positions, cos and sin (b, 1, n, j). Whatever is done to the cache (reorder,
+    crop, repeat, select, reset) is then done to them as well.
     """
 
     def hold_angles(self, config, new_layer: Callable[[], CacheLayerMixin]) -> None:
         self.config, self.new_layer = config, new_layer
-        self.angles: dict[torch.device, CacheLayerMixin] = {}
-        self.first_layers: dict[torch.device, int] = {}
+        self.angles: dict[Place, CacheLayerMixin] = {}
+        self.first_layers: dict[Place, int] = {}
 
     def update(
         self,
@@ -45,45 +46,47 @@ class HalfWidth(Cache):
         *args,
         t: Tensor,
         angles: tuple[Tensor, Tensor],
+        content: ContentPairs,
     ) -> tuple[Tensor, Tensor]:
         """Store the new `t` (b, g, m, j) and `value_states` (b, g, m, d); return all keys and
         values of the layer.
 
-        angles: cos and sin of the new positions, (b or 1, 1, m, j). key_states: the new keys,
+        angles: cos and sin of the new positions, (b or 1, 1, m, j). content: the layer's content
+        pairs. key_states: the new keys,
         (b, g, m, d). The attention `coca`, which computes its own keys, gets all t instead of all
         keys. The t of a kept layer are keys before rotation, (b, g, m, d); its `key_states` are
         stored unchanged.
         """
-        if self.first_layers.setdefault(t.device, layer_idx) == layer_idx:
-            if t.device not in self.angles:
-                self.angles[t.device] = self.new_layer()
-                self.layers.append(self.angles[t.device])
-            angles = own_angles(*angles, self.config.coca_content_pairs)
-            self.angles[t.device].update(*(part.expand(len(t), -1, -1, -1) for part in angles))
         if t.shape == key_states.shape:
             return super().update(key_states, value_states, layer_idx)
-        t = rectified(t, self.config.coca_content_pairs)
-        t, value = super().update(t, value_states, layer_idx)
+        place = t.device, content
+        if self.first_layers.setdefault(place, layer_idx) == layer_idx:
+            if place not in self.angles:
+                self.angles[place] = self.new_layer()
+                self.layers.append(self.angles[place])
+            angles = own_angles(*angles, content)
+            self.angles[place].update(*(part.expand(len(t), -1, -1, -1) for part in angles))
+        t, value = super().update(rectified(t, content), value_states, layer_idx)
         if t.shape[-2] == key_states.shape[-2]:
             return key_states, value
         if self.config._attn_implementation == "coca":
             return t, value
-        return self.keys_of(t), value
+        return self.keys_of(t, content), value
 
-    def keys_of(self, t: Tensor) -> Tensor:
+    def keys_of(self, t: Tensor, content: ContentPairs) -> Tensor:
         """Keys (b, g, n, d) for all `t` of a layer."""
-        return scaled_key(t, self.unit_keys(t.device)[..., -t.shape[-2] :, :, :])
+        return scaled_key(t, self.unit_keys((t.device, content))[..., -t.shape[-2] :, :, :])
 
-    def unit_keys(self, device: torch.device) -> Tensor:
+    def unit_keys(self, place: Place) -> Tensor:
         """Keys for coefficients of 1 at all positions, (b, 1, n, 2, j)."""
-        held = self.angles[device]
+        held = self.angles[place]
         return unit_key(held.keys, held.values, self.config.coca_constraint)
 
-    def angles_of(self, t: Tensor) -> tuple[Tensor, Tensor]:
+    def angles_of(self, t: Tensor, content: ContentPairs) -> tuple[Tensor, Tensor]:
         """Cosines and sines, each (b, 1, n, j), for all `t` of a layer, which are the last n under
         a sliding window.
         """
-        held, n = self.angles[t.device], t.shape[-2]
+        held, n = self.angles[t.device, content], t.shape[-2]
         return held.keys[..., -n:, :], held.values[..., -n:, :]
 
 
@@ -98,14 +101,14 @@ class CocaCache(HalfWidth, DynamicCache):
             ]
         self.hold_angles(config, RoomyLayer)
         # the cosines that the unit keys were computed from, and the unit keys
-        self.held_unit_keys: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self.held_unit_keys: dict[Place, tuple[Tensor, Tensor]] = {}
 
-    def unit_keys(self, device: torch.device) -> Tensor:
-        """Computed once for all layers of a device."""
-        cos = self.angles[device].keys
-        if device not in self.held_unit_keys or self.held_unit_keys[device][0] is not cos:
-            self.held_unit_keys[device] = cos, super().unit_keys(device)
-        return self.held_unit_keys[device][1]
+    def unit_keys(self, place: Place) -> Tensor:
+        """Computed once for all layers of a place."""
+        cos = self.angles[place].keys
+        if place not in self.held_unit_keys or self.held_unit_keys[place][0] is not cos:
+            self.held_unit_keys[place] = cos, super().unit_keys(place)
+        return self.held_unit_keys[place][1]
 
     def prefetch(self, layer_idx: int, *args, **kwargs) -> None:
         """Fetch an offloaded layer. After the last layer comes the first, not the angles, which are

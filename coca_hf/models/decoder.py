@@ -36,7 +36,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import CocaAttention, KeptAttention, layer_types
+from .attention import CocaAttention, ContentPairs, KeptAttention, layer_types
 from .cache import CocaCache, CocaStaticCache
 from .hub import PushesItsCard
 from .rotary import (
@@ -65,7 +65,8 @@ class CocaConfig(PreTrainedConfig):
     `from_pretrained` instead of being set here.
 
     `coca_content_pairs`: how many of a head's pairs, the slowest ones, are content pairs in CoCA
-    layers (`attention.py`).
+    layers; `coca_content_layers`: the layers in which every second of the other pairs is one, too
+    (`ContentPairs`).
 
     `coca_log_scale`: how much CoCA layers sharpen their maps as contexts become longer
     (`log_factor`); 0: not at all.
@@ -80,6 +81,7 @@ class CocaConfig(PreTrainedConfig):
     coca_kept_layers: list[int] = field(default_factory=list)
     coca_kept_window: int | None = None
     coca_content_pairs: int = 0
+    coca_content_layers: list[int] = field(default_factory=list)
     coca_log_scale: int | float = 0.0  # `@strict` takes no integer for a float
 
     @property
@@ -127,6 +129,10 @@ class CocaConfig(PreTrainedConfig):
         """Numbers of the kept layers that `coca_kept_window` applies to."""
         return sorted(self.coca_kept_layers) if self.coca_kept_window is not None else []
 
+    def content_of(self, layer: int) -> ContentPairs:
+        """The content pairs of CoCA layer number `layer`."""
+        return ContentPairs(self.coca_content_pairs, layer in self.coca_content_layers)
+
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
         """As transformers', which would set `from_pretrained(..., coca_kept_window=N)` and the like
@@ -166,14 +172,21 @@ class CocaConfig(PreTrainedConfig):
             )
 
     def validate_layers(self):
-        """Called by `@strict`. Raises ValueError for kept layers that do not exist or that are named
-        twice, and for a window of no tokens or no layers, or one that was set after
-        `sliding_window` had followed from another.
+        """Called by `@strict`. Raises ValueError for kept or content layers that do not exist or that
+        are named twice, for a layer that is both, and for a window of no tokens or no layers, or one
+        that was set after `sliding_window` had followed from another.
         """
-        last, layers = self.num_hidden_layers - 1, self.coca_kept_layers
-        if len(set(layers)) < len(layers) or not all(0 <= layer <= last for layer in layers):
+        last = self.num_hidden_layers - 1
+        for name in ("coca_kept_layers", "coca_content_layers"):
+            layers = getattr(self, name)
+            if len(set(layers)) < len(layers) or not all(0 <= layer <= last for layer in layers):
+                raise ValueError(
+                    f"{name} is {layers}, expected different numbers of layers, from 0 to {last}"
+                )
+        if both := sorted({*self.coca_kept_layers} & {*self.coca_content_layers}):
             raise ValueError(
-                f"coca_kept_layers is {layers}, expected different numbers of layers, from 0 to {last}"
+                f"coca_content_layers has layers {both}, which coca_kept_layers has too; expected CoCA "
+                "layers"
             )
         window = self.coca_kept_window
         if window is not None and (window < 1 or not self.coca_kept_layers):

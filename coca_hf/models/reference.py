@@ -12,17 +12,23 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from .attention import (
+    NO_CONTENT,
     QUERY_SCALE,
     CocaAttention,
+    ContentPairs,
     KeptAttention,
-    content_pairs,
     log_factor,
     rotate,
 )
 
 
 def coca_scores(
-    q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str, content: int = 0
+    q: Tensor,
+    t: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    constraint: str,
+    content: ContentPairs = NO_CONTENT,
 ) -> Tensor:
     """CoCA scores before the division by sqrt(d), contracted from three operands (eq. 9 and 10;
     appendix B, eq. 27).
@@ -34,8 +40,8 @@ def coca_scores(
     that are both query and key. Returns (b, h, m, n).
     """
     t = repeat_kv(t, q.shape[1] // t.shape[1])
-    if content:
-        still = content_pairs(t, content)
+    if content.exist:
+        still = content.mask(t)
         first, second = q.chunk(2, dim=-1)
         matched = contract("bhmj,bhnj->bhmn", (first + second)[..., still], t[..., still])
         q = torch.cat((first[..., ~still], second[..., ~still]), dim=-1)
@@ -80,8 +86,7 @@ class ReferenceCocaAttention(CocaAttention):
         leading = hidden_states.shape[:-1]
         q, t, value = self.project(hidden_states)
         cos, sin = (part.unsqueeze(1) for part in position_embeddings)
-        form = self.config.coca_constraint, self.config.coca_content_pairs
-        scores = coca_scores(q, t, cos, sin, *form)
+        scores = coca_scores(q, t, cos, sin, self.config.coca_constraint, self.content)
         scores = scores * (self.scaling * QUERY_SCALE)
         factor = log_factor(position_ids, self.config.coca_log_scale, self.sliding_window)
         scores = scores * factor.to(scores.dtype)

@@ -58,7 +58,7 @@ RING_DEVICES = ("cuda",)  # those that torch's ring attention has kernels for
 FIXED_BY_WEIGHTS = {  # or fitted with them: fields of a checkpoint's config
     *("attention_bias", "head_dim", "hidden_size", "intermediate_size", "num_attention_heads"),
     *("num_hidden_layers", "num_key_value_heads", "tie_word_embeddings", "vocab_size"),
-    *("coca_constraint", "coca_kept_layers", "coca_content_pairs"),
+    *("coca_constraint", "coca_kept_layers", "coca_content_pairs", "coca_content_layers"),
 }
 
 

@@ -97,11 +97,29 @@ def pairs_of(tmp_path):
     """`pairs_of(model, …)`: the `LayerPairs` of a model's checkpoint."""
     with contextlib.ExitStack() as stack:
 
-        def save(model, constraint="slack", kept_layers=None, content_pairs=0, **options):
+        def save(
+            model,
+            constraint="slack",
+            kept_layers=None,
+            content_pairs=0,
+            content_layers=(),
+            **options,
+        ):
             path = str(tmp_path / "checkpoint of pairs")
             model.save_pretrained(path)
             source = stack.enter_context(contextlib.closing(open_source(path)))
-            form = Form(path, constraint, "auto", 10**9, None, None, False, (), content_pairs)
+            form = Form(
+                path,
+                constraint,
+                "auto",
+                10**9,
+                None,
+                None,
+                False,
+                (),
+                content_pairs,
+                content_layers,
+            )
             return LayerPairs(Layout(source, form, kept_layers), "cpu", **options)
 
         yield save

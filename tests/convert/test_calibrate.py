@@ -46,7 +46,7 @@ from coca_hf.convert.layer_pairs import Angles, LayerPairs
 from coca_hf.convert.writer import WeightsWriter
 from coca_hf.documents import read_documents
 from coca_hf.held_out import most_held_out
-from coca_hf.models.attention import scaled_key
+from coca_hf.models.attention import NO_CONTENT, ContentPairs, scaled_key
 from coca_hf.tokens import Encoder
 from tests.convert.checkpoints import (
     PROCESSES,
@@ -59,6 +59,8 @@ from tests.convert.checkpoints import (
 )
 from tests.hub import serving_data_set
 from tests.models.families import CASES, WINDOW, stock_model
+
+CONTENT = ({}, {"content_pairs": 2, "content_layers": [0]})
 
 
 def blocks_of(number, length=WINDOW, vocab_size=89, seed=0):
@@ -163,11 +165,11 @@ def test_kept_layers_are_not_fitted_but_run(case, pairs_of, tmp_path):
     assert_perplexities_are_those_of_the_models(result, original, coca, ids)
 
 
-@pytest.mark.parametrize("content", [0, 2])
+@pytest.mark.parametrize("content", CONTENT)
 def test_divergence_is_that_of_the_two_models_maps(content, pairs_of, tmp_path):
     original, ids = stock_model("llama"), blocks_of(60, length=20)  # more than a batch
-    coca = patch_(copy.copy(original), "slack", content_pairs=content).eval()
-    pairs = pairs_of(original, content_pairs=content)
+    coca = patch_(copy.copy(original), "slack", **content).eval()
+    pairs = pairs_of(original, **content)
     result = calibrate(pairs, ids, ids, tmp_path / "layers", passes=1)
     # only in the first layer do both models see the same inputs
     coca.set_attn_implementation("eager")
@@ -178,11 +180,11 @@ def test_divergence_is_that_of_the_two_models_maps(content, pairs_of, tmp_path):
     assert result.layers[0].kl_start == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("content", [0, 2])
+@pytest.mark.parametrize("content", CONTENT)
 @pytest.mark.parametrize("case", ["llama-biases", "mistral", "qwen3", "neox-partial"])
 def test_gradients_are_those_of_the_divergence_of_the_models_maps(case, content):
     original, ids = stock_model(case), blocks_of(5, length=13)
-    coca = patch_(copy.copy(original), "strict", content_pairs=content).eval()
+    coca = patch_(copy.copy(original), "strict", **content).eval()
     positions = torch.tensor([0, 1, 2, 7, 8, 9, 30, 31, 32, 33, 40, 41, 60]).expand(5, -1)
     layer = copy.deepcopy(original.base_model.layers[0])
     embedded = original.get_input_embeddings()(ids).detach()
@@ -208,7 +210,7 @@ def test_gradients_are_those_of_the_divergence_of_the_models_maps(case, content)
     torch.testing.assert_close(gradient, attention.q_proj.weight.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("content", [0, 1])
+@pytest.mark.parametrize("content", [NO_CONTENT, ContentPairs(1), ContentPairs(1, True)], ids=str)
 def test_a_coefficient_below_zero_has_a_tenth_of_the_gradient_that_makes_it_grow(content):
     generator = torch.Generator().manual_seed(0)
     t, unit, upstream = (
@@ -217,7 +219,7 @@ def test_a_coefficient_below_zero_has_a_tenth_of_the_gradient_that_makes_it_grow
     )
     t.requires_grad_(True)
     key = Keys.apply(t, unit, content)
-    rotated = torch.arange(4) < 4 - content
+    rotated = ~content.mask(t)
     assert torch.equal(key, scaled_key(torch.where(rotated, t.relu(), t), unit))
     key.backward(upstream)
     linear = t.detach().requires_grad_(True)

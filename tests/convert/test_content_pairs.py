@@ -17,18 +17,20 @@ from tests.models.families import tokens
 
 
 def test_the_checkpoint_is_the_patched_model_and_says_how_many(tiny_llama_dir, tmp_path, converts):
-    options = ["--keep-layers", "1,", "--content-pairs", "2"]
-    printed = converts(tiny_llama_dir, tmp_path / "dst", *options)
-    assert "content pairs         2 of a head's pairs, the slowest ones" in printed
-    printed = converts(tiny_llama_dir, tmp_path / "dry", *options, "--dry-run")
-    assert "content pairs         2 of a head's pairs, the slowest ones" in printed
-    assert record_of(tmp_path / "dst", "config.json")["coca_content_pairs"] == 2
-    assert record_of(tmp_path / "dst", "conversion.json")["content_pairs"] == 2
-    assert "- content pairs: 2 of each head" in (tmp_path / "dst" / "README.md").read_text()
-    assert "2 content pairs" in describe(inspect_checkpoint(tmp_path / "dst"))
+    options = ["--keep-layers", "1,", "--content-pairs", "2", "--content-layers", "2,0"]
+    words = "the 2 slowest of each head, and every second of the others in layers 0, 2"
+    for dst, more in (("dst", []), ("dry", ["--dry-run"])):
+        printed = converts(tiny_llama_dir, tmp_path / dst, *options, *more)
+        assert f"content pairs         {words}" in printed
+    config = record_of(tmp_path / "dst", "config.json")
+    assert (config["coca_content_pairs"], config["coca_content_layers"]) == (2, [0, 2])
+    record = record_of(tmp_path / "dst", "conversion.json")
+    assert (record["content_pairs"], record["content_layers"]) == (2, [0, 2])
+    assert f"- content pairs: {words}" in (tmp_path / "dst" / "README.md").read_text()
+    assert f"content pairs: {words}" in describe(inspect_checkpoint(tmp_path / "dst"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
     original = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
-    patched = patch_(original, keep_layers=[1], content_pairs=2)
+    patched = patch_(original, keep_layers=[1], content_pairs=2, content_layers=[0, 2])
     assert torch.equal(loaded(tokens()).logits, patched(tokens()).logits)
 
 
@@ -98,7 +100,8 @@ def test_kept_layers_rotate_every_pair(tiny_llama_dir, tmp_path):
 
 
 def test_calibration_fits_them(tiny_llama_dir, calibrating, tmp_path):
-    record = convert_checkpoint(tiny_llama_dir, tmp_path / "dst", **calibrating, content_pairs=2)
+    content = {"content_pairs": 2, "content_layers": [1]}
+    record = convert_checkpoint(tiny_llama_dir, tmp_path / "dst", **calibrating, **content)
     for layer in record["calibration"]["attention_kl"]:
         assert layer["kl_fitted"] < layer["kl_start"]
 
@@ -107,12 +110,57 @@ def test_models_in_the_released_layout_are_refused(tmp_path):
     write_golden(tmp_path / "released", "neox")
     message = "released: got the released CoCA layout with --content-pairs, expected"
     refuses(message, tmp_path / "released", tmp_path / "dst", released=True, content_pairs=1)
+    message = "released: got the released CoCA layout with --content-layers, expected"
+    refuses(message, tmp_path / "released", tmp_path / "dst", released=True, content_layers=[0])
 
 
 @pytest.mark.parametrize("given", ["x", "", "-1", "1.5", "3,4"])
 def test_other_values_are_refused(given, tiny_llama_dir, tmp_path, refusal):
     printed = refusal(tiny_llama_dir, tmp_path / "dst", f"--content-pairs={given}")
     assert f"--content-pairs: got {given!r}, expected how many of a head's pairs" in printed
+
+
+@pytest.mark.parametrize("given", ["3", "auto", "x", "1,y"])
+def test_other_content_layers_are_refused(given, tiny_llama_dir, tmp_path, refusal):
+    printed = refusal(tiny_llama_dir, tmp_path / "dst", f"--content-layers={given}")
+    assert f"--content-layers: got {given!r}, expected layers by number" in printed
+
+
+def test_content_layers_exist_once_and_are_not_kept(tiny_llama_dir, tmp_path):
+    for message, options in {
+        r"coca_content_layers is \[1, 7\], expected": {"content_layers": [7, 1]},
+        "--content-layers: got layer 1 more than once": {"content_layers": [1, 2, 1]},
+        r"--content-layers: got layers \[1\], which --keep-layers keeps": {
+            "content_layers": [1, 2],
+            "keep_layers": [0, 1],
+        },
+    }.items():
+        refuses(message, tiny_llama_dir, tmp_path / "dst", **options)
+    with pytest.raises(CocaError, match=r"coca_content_layers has layers \[1\], which"):
+        patch_(
+            AutoModelForCausalLM.from_pretrained(tiny_llama_dir),
+            keep_layers=[1],
+            content_layers=[1],
+        )
+
+
+def test_ranked_layers_that_are_kept_have_no_content_pairs(tiny_llama_dir, calibrating, tmp_path):
+    options = {"keep_layers": 1, "content_layers": [0, 1, 2]}
+    record = convert_checkpoint(tiny_llama_dir, tmp_path / "dst", **calibrating, **options)
+    assert sorted(record["kept_layers"] + record["content_layers"]) == [0, 1, 2]
+
+
+def test_layers_that_are_converted_later_may_be_content_layers(tiny_llama_dir, tmp_path):
+    first, second, once = (tmp_path / name for name in ("first", "second", "once"))
+    convert_checkpoint(tiny_llama_dir, first, keep_layers=[1], content_layers=[0])
+    convert_checkpoint(first, second, content_layers=[1])
+    convert_checkpoint(tiny_llama_dir, once, content_layers=[0, 1])
+    models = [AutoModelForCausalLM.from_pretrained(path) for path in (second, once)]
+    assert torch.equal(*(model(tokens()).logits for model in models))
+    message = r"--content-layers: got layers \[2\], which are CoCA already"
+    refuses(message, first, tmp_path / "x", content_layers=[2])
+    message = r"--content-layers: got \[0, 1\], expected \[0\], the source's"
+    refuses(message, first, tmp_path / "x", content_layers=[1], log_scale=0.05)
 
 
 def test_more_than_a_head_has_are_refused(tiny_llama_dir, tmp_path):

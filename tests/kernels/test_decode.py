@@ -125,7 +125,7 @@ def decoded(monkeypatch):
 
 def test_a_model_decodes_with_it_as_near_the_truth_as_with_sdpa(decoded):
     """Left padding, grouped queries; the truth is the same model in float64 without a cache."""
-    model = tiny_model(coca_content_pairs=1).to(torch.bfloat16)
+    model = tiny_model(coca_content_pairs=1, coca_content_layers=[1]).to(torch.bfloat16)
     ids = tokens(2, 34)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0

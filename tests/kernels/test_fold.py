@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from coca_hf.kernels.fold import _fold, fused_fold
-from coca_hf.models.attention import FOLDS, plain_fold
+from coca_hf.models.attention import FOLDS, NO_CONTENT, ContentPairs, plain_fold
 from coca_hf.models.rotary import CocaRotaryEmbedding
 from tests.kernels.conftest import DEVICE, HEAD_DIMS
 from tests.models.families import tiny_model, tokens
@@ -47,7 +47,7 @@ def results(fold, q, t, cos, sin, constraint, content):
     return [x.detach() for x in (*outputs, *gradients)]
 
 
-def check(q, t, cos, sin, constraint, content=0):
+def check(q, t, cos, sin, constraint, content=NO_CONTENT):
     got = results(fused_fold, q, t, cos, sin, constraint, content)
     expected = results(plain_fold, *(x.double() for x in (q, t, cos, sin)), constraint, content)
     for one, other in zip(got, expected, strict=True):
@@ -59,7 +59,7 @@ def check(q, t, cos, sin, constraint, content=0):
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("heads", [(5, 5), (6, 2), (3, 1)], ids=["mha", "gqa", "mqa"])
-@pytest.mark.parametrize("content", [0, 5])
+@pytest.mark.parametrize("content", [NO_CONTENT, ContentPairs(5), ContentPairs(4, True)], ids=str)
 def test_forward_and_gradients_are_those_of_the_plain_fold(constraint, dtype, heads, content):
     check(*inputs(2, *heads, 11, 24, dtype), constraint, content)
 
@@ -69,7 +69,8 @@ def test_forward_and_gradients_are_those_of_the_plain_fold(constraint, dtype, he
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_the_head_sizes_of_all_families_on_a_gpu(constraint, dtype, head_dim):
-    check(*inputs(2, 8, 2, 130, head_dim, dtype), constraint, content=head_dim // 8)
+    content = ContentPairs(head_dim // 8, every_second=True)
+    check(*inputs(2, 8, 2, 130, head_dim, dtype), constraint, content)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -87,7 +88,8 @@ def test_any_shape(seed):
     q, t, cos, sin = inputs(*shape, draw.choice(list(LIMITS)), seed)
     if draw.random() < 0.5:  # one row of angles for the whole batch
         cos, sin = cos[:1], sin[:1]
-    check(q, t, cos, sin, draw.choice(["slack", "strict"]), draw.randint(0, d // 2))
+    content = ContentPairs(draw.randint(0, d // 2), draw.random() < 0.5)
+    check(q, t, cos, sin, draw.choice(["slack", "strict"]), content)
 
 
 def test_more_rows_than_a_program_takes():
@@ -127,16 +129,16 @@ def test_the_operator_is_what_torch_compile_expects():
     q, t, cos, sin = inputs(2, 4, 2, 5, 8)
     q.requires_grad_()
     torch.library.opcheck(
-        _fold, (LAYOUTS["as projected"](q), t.requires_grad_(), cos, sin, False, 1)
+        _fold, (LAYOUTS["as projected"](q), t.requires_grad_(), cos, sin, False, 1, True)
     )
 
 
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
-@pytest.mark.parametrize("content", [0, 3])
+@pytest.mark.parametrize("content", [{}, {"coca_content_pairs": 2, "coca_content_layers": [0]}])
 def test_a_model_has_the_logits_gradients_and_tokens_of_the_plain_fold(
     constraint, content, monkeypatch
 ):
-    model = tiny_model(constraint, num_hidden_layers=1, coca_content_pairs=content).to(DEVICE)
+    model = tiny_model(constraint, num_hidden_layers=1, **content).to(DEVICE)
     ids, calls = tokens().to(DEVICE), []
 
     def counted(*arguments):

@@ -50,8 +50,8 @@ found = {}
 for arch, strict in ((89, True), (90, False)):
     for name in ("_fold_kernel", "_fold_backward_kernel"):
         found[f"{name} {arch}"] = compiled(
-            getattr(fold, name), arch, 8, 3, QUERY_HEADS=32, T_HEADS=8, PAIRS=64, STRICT=strict, CONTENT=16 * strict,
-            BLOCK_ROWS=64, BLOCK_PAIRS=64, COMPUTE=tl.float32,
+            getattr(fold, name), arch, 8, 3, QUERY_HEADS=32, T_HEADS=8, PAIRS=64, STRICT=strict,
+            SLOWEST=16, EVERY_SECOND=strict, BLOCK_ROWS=64, BLOCK_PAIRS=64, COMPUTE=tl.float32,
         )
     found[f"_split_kernel {arch}"] = compiled(
         decode._split_kernel, arch, decode.WARPS, 3, KV_HEADS=32, GROUPS=1, PAIRS=64, HEADS=decode.HEADS,

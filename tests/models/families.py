@@ -190,9 +190,11 @@ def carry_t_(stock, coca):
     return stock
 
 
-def reference_logits(stock, constraint, ids, mask, content=0, log_scale=0.0):
+def reference_logits(
+    stock, constraint, ids, mask, content_of=lambda layer: attention.NO_CONTENT, log_scale=0.0
+):
     """Logits of a stock model whose keys carry coefficients, with CoCA's scores in the place of its
-    own; the last `content` pairs are content pairs. Scores are multiplied by 1 + log_scale ln(n /
+    own; content_of: the content pairs of a layer by its number. Scores are multiplied by 1 + log_scale ln(n /
     LOG_SCALE_FROM) for queries that see n tokens.
     """
     seen = mask.cumsum(-1).clamp(min=1)
@@ -218,6 +220,7 @@ def reference_logits(stock, constraint, ids, mask, content=0, log_scale=0.0):
         # both rows of a pair carry one coefficient
         assert (straight[2] - straight[3]).abs().max() < 1e-4
         q, t = torch.cat(straight[:2], dim=-1), straight[2]
+        content = content_of(module.layer_idx)
         scores = coca_scores(q, t, cos, sin, constraint, content) * scaling
         keys = seen.clamp(max=kwargs.get("sliding_window") or seen.max())
         factor = 1 + log_scale * (keys / attention.LOG_SCALE_FROM).clamp(min=1).log()
@@ -236,6 +239,7 @@ def coca_model(
     constraint="slack",
     keep_layers=(),
     content_pairs=0,
+    content_layers=(),
     attn_implementation="sdpa",
     keep_window=None,
     log_scale=0.0,
@@ -244,9 +248,14 @@ def coca_model(
     """The CoCA model of a stock model, patched (so with the start), and with other t weights than
     the start's.
     """
-    layers = {"keep_layers": keep_layers, "content_pairs": content_pairs}
-    layers["keep_window"] = keep_window
-    model = coca_hf.patch_(stock_model(case, **changes), constraint, **layers)
+    model = coca_hf.patch_(
+        stock_model(case, **changes),
+        constraint,
+        keep_layers=keep_layers,
+        content_pairs=content_pairs,
+        content_layers=content_layers,
+        keep_window=keep_window,
+    )
     generator = torch.Generator().manual_seed(4)
     for number, layer in enumerate(model.model.layers):
         if number not in model.config.coca_kept_layers:

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from coca_hf.models.attention import QUERY_SCALE, coca_key, coca_query, rotate
+from coca_hf.models.attention import (
+    NO_CONTENT,
+    QUERY_SCALE,
+    ContentPairs,
+    coca_key,
+    coca_query,
+    rotate,
+)
 from coca_hf.models.reference import coca_scores
 
 B, M, D = 2, 11, 16
@@ -36,13 +43,14 @@ def relative_error(got, expected):
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-@pytest.mark.parametrize("content", [0, 3])
+@pytest.mark.parametrize("content", [NO_CONTENT, ContentPairs(3), ContentPairs(1, True)], ids=str)
 def test_fold_equals_contraction_in_forward_and_every_gradient(constraint, heads, dtype, content):
     results = []
     for function, kind in ((folded_scores, dtype), (coca_scores, torch.float64)):
         q, t = (x.to(kind).requires_grad_() for x in random_inputs(*heads, dtype))
         cos, sin = (x.to(dtype).to(kind) for x in angles(torch.arange(M)))
-        cos[..., D // 2 - content :], sin[..., D // 2 - content :] = 1, 0
+        still = content.mask(cos)
+        cos[..., still], sin[..., still] = 1, 0
         scores = function(q, t, cos, sin, constraint, content)
         weight = torch.linspace(-1, 2, scores.numel(), dtype=torch.float64).view_as(scores)
         (scores.double() * weight).sum().backward()
@@ -53,14 +61,22 @@ def test_fold_equals_contraction_in_forward_and_every_gradient(constraint, heads
 
 
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
-def test_content_pairs_add_a_dot_product_that_is_the_same_at_every_distance(constraint):
+@pytest.mark.parametrize(
+    ("content", "still"),
+    [(ContentPairs(3), [5, 6, 7]), (ContentPairs(3, True), [0, 2, 4, 5, 6, 7])],
+    ids=["slowest", "and every second"],
+)
+def test_content_pairs_add_a_dot_product_that_is_the_same_at_every_distance(
+    constraint, content, still
+):
     q, t = random_inputs(6, 6)
     cos, sin = angles(torch.arange(M))
-    both = coca_scores(q, t, cos, sin, constraint, 3)
-    rotated = q.unflatten(-1, (2, -1))[..., :-3].flatten(-2)
-    alone = coca_scores(rotated, t[..., :-3], cos[..., :-3], sin[..., :-3], constraint)
+    both = coca_scores(q, t, cos, sin, constraint, content)
+    turning = [pair for pair in range(D // 2) if pair not in still]
+    rotated = q.unflatten(-1, (2, -1))[..., turning].flatten(-2)
+    alone = coca_scores(rotated, *(x[..., turning] for x in (t, cos, sin)), constraint)
     first, second = q.chunk(2, -1)
-    added = torch.einsum("bhmj,bhnj->bhmn", (first + second)[..., -3:], t[..., -3:])
+    added = torch.einsum("bhmj,bhnj->bhmn", (first + second)[..., still], t[..., still])
     assert (added < 0).any()
     assert relative_error(both - alone, added) < 1e-12
 

@@ -16,7 +16,7 @@ from tests.models.families import coca_model, stock_model, tiny_model, tokens
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_gives_the_logits_of_eager():
     fields = {"hidden_size": 96, "initializer_range": 0.1, "coca_kept_layers": [1]}
-    fields["coca_content_pairs"] = 3
+    fields |= {"coca_content_pairs": 3, "coca_content_layers": [2]}
     model = tiny_model("strict", **fields, attn_implementation="eager")
     ids = tokens()
     mask = torch.ones_like(ids)

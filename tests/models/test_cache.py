@@ -50,7 +50,12 @@ def test_forward_and_generate_use_it_unless_another_is_asked_for():
 
 
 # a half-width cache has its angles from layer 0
-KEPT = {"coca_kept_layers": [0], "coca_content_pairs": 2, "coca_log_scale": 0.3}
+KEPT = {
+    "coca_kept_layers": [0],
+    "coca_content_pairs": 2,
+    "coca_content_layers": [2],
+    "coca_log_scale": 0.3,
+}
 MODES = [
     {"do_sample": False},
     {"num_beams": 3, "num_return_sequences": 2},
@@ -95,8 +100,13 @@ def test_every_way_of_decoding_gives_the_tokens_of_the_standard_cache(attention,
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"constraint": "strict"}, {"coca_kept_layers": [1], "coca_content_pairs": 1}],
-    ids=["slack", "strict", "kept"],
+    [
+        {},
+        {"constraint": "strict"},
+        {"coca_kept_layers": [1], "coca_content_pairs": 1},
+        {"coca_content_layers": [1], "coca_content_pairs": 1},
+    ],
+    ids=["slack", "strict", "kept", "content"],
 )
 @pytest.mark.parametrize(
     "operation", ["crop", "repeat", "select", "reorder", pytest.param("reset", marks=MENDED_CACHES)]
@@ -250,7 +260,7 @@ def test_every_device_of_a_model_has_the_angles_of_its_keys(backend, case, make_
     model(ids, past_key_values=cache)
     logits = model(ids[:, :1], position_ids=torch.tensor([[9]]), past_key_values=cache).logits
     assert logits.device.type == "meta"
-    assert [device.type for device in cache.angles] == ["cpu", "meta"]
+    assert [device.type for device, _ in cache.angles] == ["cpu", "meta"]
     assert cache.layers[3:] == [*cache.angles.values()]  # what is done to the cache is done to them
 
 

@@ -272,6 +272,7 @@ def test_every_supported_model_passes_the_check_of_its_shapes(recipe_path, tmp_p
         ("coca_constraint=strict", "slack"),
         ("coca_kept_layers=[1]", r"\[\]"),
         ("coca_content_pairs=1", "0"),
+        ("coca_content_layers=[1]", r"\[\]"),
     ],
 )
 def test_a_field_that_the_weights_fix_is_not_overridden(recipe_path, setting, expected):
