@@ -66,9 +66,8 @@ def convert_command(
     content_layers: Annotated[
         str | None,
         typer.Option(
-            help="Layers in which every second of the other pairs is a content pair, too, for those that look "
-            "contents up: their numbers, as in 17,18,20, or 6:OUT, the six that coca-eval layers --out OUT "
-            "ranks first."
+            help="Layers in which every second of the other pairs is a content pair, too: their numbers, as in "
+            "17,18,20, or, with --calibrate, auto: those that a short fit with them brings nearer to the original."
         ),
     ] = None,
     log_scale: Annotated[
@@ -219,7 +218,7 @@ def convert_command(
         options = context.params | {
             "keep_layers": None if keep_layers is None else _layers_to_keep(keep_layers),
             "content_pairs": _content_pairs(content_pairs),
-            "content_layers": () if content_layers is None else _content_layers(content_layers),
+            "content_layers": _content_layers(content_layers),
             "private": not public,
             "calibrate_on": calibrate,
             "ignore_fields": ignore_field or (),
@@ -251,7 +250,9 @@ def _layers_to_keep(text: str) -> list[int] | int | str:
         return text
     if re.fullmatch(r"\d{1,9}", text):
         return int(text)
-    if (layers := _named_layers("--keep-layers", text)) is not None:
+    if ranked := re.fullmatch(r"(\d{1,9}):(.*)", text):
+        return _harmed_most(int(ranked[1]), Path(ranked[2]))
+    if (layers := _named_layers(text)) is not None:
         return layers
     raise BadOption(
         f"--keep-layers: got {text!r}, expected layers by number, from 0, as in 8,17,18 (one layer: "
@@ -260,19 +261,19 @@ def _layers_to_keep(text: str) -> list[int] | int | str:
     )
 
 
-def _content_layers(text: str) -> list[int]:
-    if (layers := _named_layers("--content-layers", text)) is not None:
+def _content_layers(text: str | None) -> list[int] | str:
+    if text is None or text == "auto":
+        return text or []
+    if (layers := _named_layers(text)) is not None:
         return layers
     raise BadOption(
         f"--content-layers: got {text!r}, expected layers by number, from 0, as in 17,18 (one layer: "
-        "'17,'), or 6:OUT, the six that coca-eval layers --out OUT ranks first"
+        "'17,'), or auto with --calibrate"
     )
 
 
-def _named_layers(option: str, text: str) -> list[int] | None:
-    """The layers of `8,17,18` or `6:OUT`, or None for anything else."""
-    if ranked := re.fullmatch(r"(\d{1,9}):(.*)", text):
-        return _harmed_most(option, int(ranked[1]), Path(ranked[2]))
+def _named_layers(text: str) -> list[int] | None:
+    """The layers of `8,17,18`, or None for anything else."""
     number = r"\s*\d{1,9}\s*"
     if re.fullmatch(rf"({number},)+({number})?", text):
         return [int(found) for found in re.findall(r"\d+", text)]
@@ -289,7 +290,7 @@ def _content_pairs(text: str | None) -> int | str | None:
     )
 
 
-def _harmed_most(option: str, count: int, out: Path) -> list[int]:
+def _harmed_most(count: int, out: Path) -> list[int]:
     """The first `count` layers of the last ranking in `out`, which must be of one model."""
     try:
         lines = (out / "rows.jsonl").read_text(encoding="utf-8").splitlines()
@@ -299,16 +300,16 @@ def _harmed_most(option: str, count: int, out: Path) -> list[int]:
         ranked = [int(layer) for layer in rankings[-1]["order"][:count]]
     except (OSError, ValueError, LookupError, TypeError):
         raise BadOption(
-            f"{option}: got no ranking in {out}, expected the --out of coca-eval layers"
+            f"--keep-layers: got no ranking in {out}, expected the --out of coca-eval layers"
         ) from None
     if len(models) > 1:
         raise BadOption(
-            f"{option}: got rankings of {', '.join(models)} in {out}, expected one model's; give "
+            f"--keep-layers: got rankings of {', '.join(models)} in {out}, expected one model's; give "
             "coca-eval layers another --out for each"
         )
     if len(ranked) < count:
         what = f"{count} of the {len(ranked)} layers that {out} ranks"
-        raise BadOption(f"{option}: got {what}, expected fewer")
+        raise BadOption(f"--keep-layers: got {what}, expected fewer")
     return ranked
 
 

@@ -247,7 +247,8 @@ def content_in_words(facts: dict) -> str:
     words = [f"the {slowest} slowest of each head"] if slowest else []
     if layers:
         others = "others" if slowest else "pairs"
-        words.append(f"every second of the {others} in layers {numbers(layers)}")
+        which = f"layers {numbers(layers)}" if layers != "auto" else "those that calibration finds"
+        words.append(f"every second of the {others} in {which}")
     return ", and ".join(words)
 
 

@@ -34,6 +34,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from coca_hf import models
 from coca_hf.convert.calibrate import (
+    content_of_nearer_fit,
     default_passes,
     divergences,
     expected_seconds,
@@ -82,11 +83,13 @@ class LayerFit(NamedTuple):
 class FittedLayers(NamedTuple):
     """The fitted tensors by name in the CoCA model, in float32, and their quality on held-out text.
 
-    tensors: mapped from their files. perplexity: of `original`, `start` and `calibrated`. seconds:
+    tensors: mapped from their files. content_layers: the fitted layers with content pairs in every
+    second of the other pairs. perplexity: of `original`, `start` and `calibrated`. seconds:
     of this run, by part.
     """
 
     tensors: dict[str, Tensor]
+    content_layers: list[int]
     layers: list[LayerFit]
     perplexity: dict[str, float]
     seconds: dict[str, float]
@@ -116,6 +119,7 @@ class Calibration:
     """The calibration of the source of `layout` on the documents of `place`.
 
     ranked_tokens: how many tokens the layers are ranked on after the fit, perhaps none.
+    chooses_content: whether the fit decides which layers are content layers.
     """
 
     def __init__(
@@ -128,6 +132,7 @@ class Calibration:
         device: str,
         seed: int,
         ranks_layers: bool,
+        chooses_content: bool = False,
     ):
         if (layout.from_coca and not layout.converted) or layout.released:
             raise CocaError(
@@ -156,6 +161,7 @@ class Calibration:
         self.blocks, self.text_tokens = torch.cat((text_blocks, repeated)), text_blocks.numel()
         self.blocks_hash = xxhash.xxh3_128_hexdigest(bytes_of(self.blocks))
         self.passes, self.dtype = passes or default_passes(len(self.blocks)), matrix_dtype(device)
+        self.chooses_content = chooses_content
         self.ranked_tokens = 2 * self._ranking_blocks().numel() if ranks_layers else 0
         self.needs = needs(layout, self.blocks, self.held_out, self.dtype, self.ranked_tokens)
         files = [file for folder in CODE for file in sorted(folder.glob("*.py"))]
@@ -165,6 +171,7 @@ class Calibration:
             "blocks": [self.blocks.shape, self.blocks_hash],
             "held out": xxhash.xxh3_128_hexdigest(bytes_of(self.held_out)),
             "fit": [layout.config.coca_constraint, seed, self.passes, device, self.dtype],
+            "chooses content": chooses_content,
             "code": [xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in files],
             # fitted tensors are float32, and do not depend on which other layers are kept
             "config": layout.config.to_dict() | dict.fromkeys(others),
@@ -181,7 +188,10 @@ class Calibration:
             pairs = LayerPairs(layout, self.device, self.dtype)
             fitted, storage = layout.converted, _storage(pairs, self.blocks)
             texts, ranked = (self.blocks, self.held_out), self.ranked_tokens
-            seconds = expected_seconds(pairs, *texts, self.passes, fitted, storage, ranked)
+            seconds = expected_seconds(
+                *(pairs, *texts, self.passes, fitted, storage, ranked),
+                chooses_content=self.chooses_content,
+            )
         return {
             "tokens": self.blocks.numel(),
             "passes": self.passes,
@@ -216,6 +226,13 @@ class Calibration:
         }
         self.record = {name: value for name, value in record.items() if value is not None}
 
+    def content_layers(self, layout: Layout, folder: Path, report: Report) -> list[int]:
+        """Fit all layers; returns those that are content layers, with the ones of the source."""
+        began = time.perf_counter()
+        found = self._fit(layout, folder, report).content_layers
+        self.seconds += time.perf_counter() - began
+        return sorted({*found, *layout.config.coca_content_layers})
+
     def most_harmful(
         self, layout: Layout, number: int | str, folder: Path, report: Report
     ) -> list[int]:
@@ -226,7 +243,7 @@ class Calibration:
         repeated = repeated_blocks(text_blocks, self.tokenizer, layout.config, self.seed)
         blocks = torch.cat((text_blocks, repeated))
         self.harms = layer_harms(LayerPairs(layout, self.device), done.tensors, blocks, folder)
-        self.seconds = time.perf_counter() - began
+        self.seconds += time.perf_counter() - began
         return most_harmful(self.harms, None if number == "auto" else int(number))
 
     def _ranking_blocks(self) -> Tensor:
@@ -236,7 +253,8 @@ class Calibration:
     def _fit(self, layout: Layout, folder: Path, report: Report) -> FittedLayers:
         pairs, texts = LayerPairs(layout, self.device, self.dtype), (self.blocks, self.held_out)
         run = CalibrationRun(
-            pairs, *texts, folder, self.passes, self.seed, self.settings, self.ranked_tokens
+            *(pairs, *texts, folder, self.passes, self.seed, self.settings, self.ranked_tokens),
+            chooses_content=self.chooses_content,
         )
         return run.fit_layers(report)
 
@@ -277,8 +295,9 @@ class CalibrationRun:
 
     blocks: (n_b, m) token ids to fit on; held_out: (n, m) others, to measure on. passes: over the
     blocks. seed: decides their order. settings: fitted layers in `folder` are reused if they were
-    made with the same. ranked_tokens: how many tokens the caller then ranks layers on. Layers that
-    keep the original's attention do not change. On one machine and number of threads, the same
+    made with the same. ranked_tokens: how many tokens the caller then ranks layers on.
+    chooses_content: whether trial fits choose the content pairs of every layer. Layers that keep the
+    original's attention do not change. On one machine and number of threads, the same
     arguments give the same bits. In `folder` are
 
     layer-N.safetensors  the fitted tensors of layer N, with the settings and a hash
@@ -297,9 +316,11 @@ class CalibrationRun:
         seed: int = 0,
         settings: str = "",
         ranked_tokens: int = 0,
+        chooses_content: bool = False,
     ):
         self.pairs, self.blocks, self.held_out = pairs, blocks, held_out
         self.passes, self.seed, self.ranked_tokens = passes, seed, ranked_tokens
+        self.chooses_content = chooses_content
         self.settings, self.folder, self.record_file = settings, folder, folder / "states.json"
         self.seconds: defaultdict[str, float] = defaultdict(float)
         folder.mkdir(exist_ok=True)
@@ -326,12 +347,14 @@ class CalibrationRun:
             with self._timed("measure"):
                 perplexity = self._perplexity()
         self._remove_states()
-        tensors = {
-            f"model.layers.{number}.self_attn.{name}": tensor
-            for number, file in self.files.items()
-            for name, tensor in load_file(file).items()
-        }
-        return FittedLayers(tensors, layers, perplexity, dict(self.seconds))
+        tensors, content_layers = dict[str, Tensor](), list[int]()
+        for number, file in self.files.items():
+            prefix = f"model.layers.{number}.self_attn."
+            tensors |= {prefix + name: tensor for name, tensor in load_file(file).items()}
+            with safe_open(file, "pt") as stream:
+                if stream.metadata()["is content layer"] == "True":
+                    content_layers.append(number)
+        return FittedLayers(tensors, content_layers, layers, perplexity, dict(self.seconds))
 
     def _notice(self, first: int) -> str:
         pairs, texts, ranked = self.pairs, (self.blocks, self.held_out), self.ranked_tokens
@@ -366,13 +389,18 @@ class CalibrationRun:
         if number in self.missing:
             assert text_seen is not None
             with self._timed("steps"):
+                if self.chooses_content:
+                    attention.content = content_of_nearer_fit(
+                        attention, text_seen, seen, self.seed + number
+                    )
                 fit(attention, text_seen, self.passes, self.seed + number)
             tensors = attention.state_dict()
             fitted = {name: tensors[name] for name in tensors if name.startswith(FITTED)}
-            _save(fitted, self.files[number], self.settings)
+            _save(fitted, attention.content.every_second, self.files[number], self.settings)
         elif is_fitted:
-            fitted = _load(self.files[number], self.settings) or {}
+            fitted, is_content = _load(self.files[number], self.settings) or ({}, False)
             attention.load_state_dict(fitted, strict=False)
+            attention.content = attention.content._replace(every_second=is_content)
         with self._timed("measure"):
             kl_fitted = divergences(attention, seen).mean().item() if is_fitted else 0.0
             run_layer(ours, *calibrated, in_order, angles.coca)
@@ -468,20 +496,29 @@ def _storage(pairs: LayerPairs, blocks: Tensor) -> str:
     return pairs.device if needed < torch.cuda.mem_get_info(pairs.device)[0] / 2 else "cpu"
 
 
-def _save(tensors: dict[str, Tensor], file: Path, settings: str) -> None:
+def _save(tensors: dict[str, Tensor], is_content: bool, file: Path, settings: str) -> None:
     with replacing(file) as partial:
-        save_file(tensors, partial, metadata={"settings": settings, "hash": _hash(tensors)})
+        save_file(tensors, partial, metadata=_metadata(tensors, is_content, settings))
 
 
-def _load(file: Path, settings: str) -> dict[str, Tensor] | None:
+def _load(file: Path, settings: str) -> tuple[dict[str, Tensor], bool] | None:
     """What `_save` wrote; None if it is from another calibration, damaged or absent."""
     try:
         with safe_open(file, "pt") as stream:
             tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
-            made = stream.metadata() == {"settings": settings, "hash": _hash(tensors)}
+            found = stream.metadata() or {}
     except (SafetensorError, FileNotFoundError):
         return None
-    return tensors if made else None
+    is_content = found.get("is content layer") == "True"
+    return (tensors, is_content) if found == _metadata(tensors, is_content, settings) else None
+
+
+def _metadata(tensors: dict[str, Tensor], is_content: bool, settings: str) -> dict[str, str]:
+    return {
+        "settings": settings,
+        "is content layer": str(is_content),
+        "hash": _hash(tensors),
+    }
 
 
 def _hash(tensors: dict[str, Tensor]) -> str:

@@ -70,7 +70,7 @@ def convert_checkpoint(
     calibrate_progress: Report | None = None,
     keep_layers: Sequence[int] | int | str | None = None,
     content_pairs: int | Literal["auto"] | None = None,
-    content_layers: Collection[int] = (),
+    content_layers: Collection[int] | Literal["auto"] = (),
     keep_window: int | None = None,
     log_scale: float | None = None,
     revision: str | None = None,
@@ -110,7 +110,8 @@ def convert_checkpoint(
         (`ContentPairs`): none by default, or those of a CoCA `src`; `auto`: those that do not
         complete a rotation within the trained length
     content_layers: numbers, from 0, of the layers in which every second of the other pairs is one,
-        too; those of a CoCA `src` stay
+        too; those of a CoCA `src` stay; `auto`, with calibrate_on: those that a short fit with them
+        brings nearer to the original
     keep_window: tokens that kept layers attend to, the query's own included; all by default
     log_scale: how much CoCA layers sharpen their maps as contexts become longer (`CocaConfig`); a
         CoCA `src` then keeps its layers
@@ -131,6 +132,8 @@ def convert_checkpoint(
     report = calibrate_progress or (lambda progress: None)
     ranked = keep_layers if isinstance(keep_layers, (int, str)) else None
     named = None if isinstance(keep_layers, (int, str)) else keep_layers
+    chooses_content = content_layers == "auto"
+    given_content = () if isinstance(content_layers, str) else content_layers
 
     # everything that can be refused is refused before the first weight is written, cheapest first
     shard_bytes = parse_size(max_shard_size, "--max-shard-size")
@@ -144,7 +147,7 @@ def convert_checkpoint(
         released,
         ignore_fields,
         content_pairs,
-        content_layers,
+        given_content,
         None if ranked else keep_window,
         log_scale,
     )
@@ -185,7 +188,9 @@ def convert_checkpoint(
         if calibrate_on:
             place = calibrate_on, column, split, subset, commit_of(calibrate_on), True
             amounts = calibrate_tokens, calibrate_block, calibrate_passes
-            calibration = Calibration(layout, place, *amounts, device, seed, ranked is not None)
+            calibration = Calibration(
+                *(layout, place, *amounts, device, seed, ranked is not None, chooses_content)
+            )
 
         def keeping(kept: Sequence[int]) -> Layout:
             return Layout(source, dataclasses.replace(form, kept_window=keep_window), kept)
@@ -206,8 +211,15 @@ def convert_checkpoint(
                 plan["kept_layers"] = ranked
             if ranked and keep_window:
                 plan["kept_window"] = keep_window
+            if chooses_content:
+                plan["content_layers"] = "auto"
             return plan
         if calibration:
+            if chooses_content:
+                content = calibration.content_layers(layout, staging.calibrated, report)
+                form = dataclasses.replace(form, content_layers=content)
+                layout = Layout(source, form, named)
+                tokenizer = _begin(staging, layout, calibration)
             if ranked:
                 kept = calibration.most_harmful(layout, ranked, staging.calibrated, report)
                 layout = keeping(kept)

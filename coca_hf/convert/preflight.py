@@ -48,12 +48,19 @@ def check_options(form: Form) -> None:
 def check_layers(
     named: Sequence[int] | None,
     ranked: int | str | None,
-    content: Collection[int],
+    content: Collection[int] | str,
     calibrate_on: str | None,
 ) -> None:
     """named: the layers of --keep-layers; or ranked: how many, or `auto`; content: those of
-    --content-layers.
+    --content-layers, or `auto`.
     """
+    if isinstance(content, str):
+        if content != "auto" or not calibrate_on:
+            raise CocaError(
+                f"--content-layers: got {content!r}, expected numbers of layers, or auto with "
+                "--calibrate, which fits each layer in both ways"
+            )
+        content = ()
     for option, layers in (("--keep-layers", named or ()), ("--content-layers", content)):
         if twice := sorted(layer for layer, count in Counter(layers).items() if count > 1):
             raise CocaError(

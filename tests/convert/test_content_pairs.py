@@ -8,10 +8,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from coca_hf import CocaGPTNeoXConfig, CocaLlamaConfig, convert_checkpoint, patch_
+from coca_hf.convert import calibrate
 from coca_hf.convert.config import slow_pairs
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
-from tests.convert.checkpoints import record_of, refuses
+from tests.convert.checkpoints import assert_same_weights, record_of, refuses
 from tests.convert.test_families import write_golden
 from tests.models.families import tokens
 
@@ -120,10 +121,22 @@ def test_other_values_are_refused(given, tiny_llama_dir, tmp_path, refusal):
     assert f"--content-pairs: got {given!r}, expected how many of a head's pairs" in printed
 
 
-@pytest.mark.parametrize("given", ["3", "auto", "x", "1,y"])
+@pytest.mark.parametrize("given", ["3", "6:out", "x", "1,y"])
 def test_other_content_layers_are_refused(given, tiny_llama_dir, tmp_path, refusal):
     printed = refusal(tiny_llama_dir, tmp_path / "dst", f"--content-layers={given}")
     assert f"--content-layers: got {given!r}, expected layers by number" in printed
+
+
+def test_auto_needs_a_calibration(tiny_llama_dir, tmp_path, refusal, calibrating, converts):
+    printed = refusal(tiny_llama_dir, tmp_path / "dst", "--content-layers=auto")
+    assert (
+        "--content-layers: got 'auto', expected numbers of layers, or auto with --calib" in printed
+    )
+    text = calibrating["calibrate_on"]
+    options = ["--calibrate", text, "--calibrate-block", "32", "--calibrate-tokens", "256"]
+    options += ["--content-layers", "auto"]
+    printed = converts(tiny_llama_dir, tmp_path / "dst", *options, "--dry-run")
+    assert "every second of the pairs in those that calibration finds" in printed
 
 
 def test_content_layers_exist_once_and_are_not_kept(tiny_llama_dir, tmp_path):
@@ -185,3 +198,48 @@ def test_a_checkpoint_with_fields_of_another_version_is_not_loaded(tiny_llama_di
     refuses(message, tmp_path / "dst", tmp_path / "again")
     message = "--ignore-field coca_other_pairs: got a field that changes the model"
     refuses(message, tmp_path / "dst", tmp_path / "again", ignore_fields=["coca_other_pairs"])
+
+
+def test_auto_chooses_the_layers_that_a_short_fit_brings_nearer(
+    tiny_llama_dir, calibrating, tmp_path, monkeypatch
+):
+    """The written model is the one that was fitted: naming the chosen layers gives the same bytes,
+    and so does a run that is interrupted.
+    """
+    margin = 0.95  # tells the layers of this model apart
+    monkeypatch.setattr(calibrate, "TRIAL_MARGIN", margin)
+    monkeypatch.setattr(calibrate, "TRIAL_STEPS", 64)
+    options = {**calibrating, "content_pairs": 1, "keep_layers": 1}
+    record = convert_checkpoint(tiny_llama_dir, tmp_path / "auto", **options, content_layers="auto")
+    fitted = {"few": calibrating, "more": {**calibrating, "content_layers": [0, 1, 2]}}
+    passes = {"content_pairs": 1, "calibrate_passes": 4}  # 64 steps of 16 blocks
+    kls = {}
+    for name, some in fitted.items():
+        trial = convert_checkpoint(tiny_llama_dir, tmp_path / name, **{**some, **passes})
+        kls[name] = [layer["kl_fitted"] for layer in trial["calibration"]["attention_kl"]]
+    expected = [
+        layer
+        for layer, (few, more) in enumerate(zip(kls["few"], kls["more"], strict=True))
+        if more < margin * few and layer not in record["kept_layers"]
+    ]
+    assert len(expected) == 1
+    assert record["content_layers"] == expected
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(progress):
+        if progress.layers_done == 2:
+            raise Interrupted
+
+    resumed = {**options, "content_layers": "auto"}
+    with pytest.raises(Interrupted):
+        convert_checkpoint(
+            tiny_llama_dir, tmp_path / "again", **resumed, calibrate_progress=interrupt
+        )
+    convert_checkpoint(tiny_llama_dir, tmp_path / "again", **resumed)
+    assert_same_weights(tmp_path / "again", tmp_path / "auto")
+    assert record_of(tmp_path / "again", "config.json")["coca_content_layers"] == expected
+    options["keep_layers"] = record["kept_layers"]
+    convert_checkpoint(tiny_llama_dir, tmp_path / "named", **options, content_layers=expected)
+    assert_same_weights(tmp_path / "named", tmp_path / "auto")
