@@ -144,21 +144,38 @@ def fit(attention: CocaAttention, seen: AttentionInputs, passes: int, seed: int)
     attention.requires_grad_(False)
 
 
-def content_of_nearer_fit(
+def is_nearer_as_content_layer(
     attention: CocaAttention, text: AttentionInputs, held_out: AttentionInputs, seed: int
-) -> ContentPairs:
-    """The content pairs of `attention`, or these and every second of the others: which of the two
-    brings its maps nearer to the original's on held-out text, after a short fit of copies.
+) -> bool:
+    """Whether content pairs in every second of the other pairs, too, bring the maps of `attention`
+    nearer to the original's on held-out text, by short fits of copies.
     """
-    text = AttentionInputs(*(part[:TRIAL_STEPS] for part in text))
-    found = {}
-    for every_second in (False, True):
+    text = AttentionInputs(*(part[:: _trial_stride(len(part))] for part in text))
+    found = []
+    for is_content_layer in (False, True):
         trial = copy.deepcopy(attention)
-        trial.content = attention.content._replace(every_second=every_second)
+        make_content_layer_(trial, is_content_layer)
         fit(trial, text, math.ceil(TRIAL_STEPS / len(text.inputs)), seed)
-        found[trial.content] = divergences(trial, held_out).mean().item()
-    (few, kl_few), (more, kl_more) = found.items()
-    return more if kl_more < TRIAL_MARGIN * kl_few else few
+        found.append(divergences(trial, held_out).mean().item())
+    without, with_more = found
+    return with_more < TRIAL_MARGIN * without
+
+
+def make_content_layer_(attention: CocaAttention, is_content_layer: bool) -> None:
+    """Let every second of the other pairs be a content pair, too, or not; in other layers nothing
+    changes.
+    """
+    layers = {*attention.config.coca_content_layers} - {attention.layer_idx}
+    config = copy.copy(attention.config)
+    config.coca_content_layers = sorted(
+        layers | {attention.layer_idx} if is_content_layer else layers
+    )
+    attention.config = config
+
+
+def _trial_stride(num_blocks: int) -> int:
+    """Of so many blocks, of which the last half has repeated passages, a trial sees every n-th."""
+    return math.ceil(num_blocks / TRIAL_STEPS)
 
 
 class Strata:
@@ -353,7 +370,7 @@ def expected_seconds(
     if ranked_tokens:  # a run per layer, and then another calibration with the kept layers
         tokens += ranked_tokens * layers * (layers + 3) // 2 + 3 * held_out_tokens * layers
         reads += 2 * layers
-    trials, few = 2 if chooses_content else 0, min(TRIAL_STEPS, len(blocks))
+    trials, few = 2 if chooses_content else 0, len(blocks[:: _trial_stride(len(blocks))])
     steps = passes * len(blocks) + trials * few * math.ceil(TRIAL_STEPS / few)
     fits = steps * step + (2 + trials) * len(held_out) * measure
     return reads * read + tokens / ids.numel() * forward + len(missing) * fits

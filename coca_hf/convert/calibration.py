@@ -20,7 +20,7 @@ import itertools
 import json
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -34,11 +34,12 @@ from torch.nn.functional import cross_entropy, linear
 
 from coca_hf import models
 from coca_hf.convert.calibrate import (
-    content_of_nearer_fit,
     default_passes,
     divergences,
     expected_seconds,
     fit,
+    is_nearer_as_content_layer,
+    make_content_layer_,
     matrix_dtype,
     precision,
     run_original,
@@ -179,7 +180,7 @@ class Calibration:
         }
         self.settings = json.dumps(settings, default=str)
         self.harms: list[float] | None = None
-        self.seconds = 0.0
+        self.seconds, self.seconds_by_part = 0.0, Counter[str]()
 
     def plan(self, layout: Layout, has_numbers: bool) -> dict:
         """What `run` would take; the time is known if the weights are here to time a step."""
@@ -222,7 +223,9 @@ class Calibration:
             "attention_kl": [layer._asdict() for layer in done.layers],
             "layer_harm": self.harms,
             "seconds": round(self.seconds + time.perf_counter() - began, 1),
-            "seconds_by_part": {part: round(spent, 1) for part, spent in done.seconds.items()},
+            "seconds_by_part": {
+                part: round(spent, 1) for part, spent in self.seconds_by_part.items()
+            },
         }
         self.record = {name: value for name, value in record.items() if value is not None}
 
@@ -256,7 +259,9 @@ class Calibration:
             *(pairs, *texts, folder, self.passes, self.seed, self.settings, self.ranked_tokens),
             chooses_content=self.chooses_content,
         )
-        return run.fit_layers(report)
+        done = run.fit_layers(report)
+        self.seconds_by_part.update(done.seconds)
+        return done
 
 
 def needs(
@@ -390,9 +395,10 @@ class CalibrationRun:
             assert text_seen is not None
             with self._timed("steps"):
                 if self.chooses_content:
-                    attention.content = content_of_nearer_fit(
+                    is_nearer = is_nearer_as_content_layer(
                         attention, text_seen, seen, self.seed + number
                     )
+                    make_content_layer_(attention, is_nearer)
                 fit(attention, text_seen, self.passes, self.seed + number)
             tensors = attention.state_dict()
             fitted = {name: tensors[name] for name in tensors if name.startswith(FITTED)}
@@ -400,7 +406,7 @@ class CalibrationRun:
         elif is_fitted:
             fitted, is_content = _load(self.files[number], self.settings) or ({}, False)
             attention.load_state_dict(fitted, strict=False)
-            attention.content = attention.content._replace(every_second=is_content)
+            make_content_layer_(attention, is_content)
         with self._timed("measure"):
             kl_fitted = divergences(attention, seen).mean().item() if is_fitted else 0.0
             run_layer(ours, *calibrated, in_order, angles.coca)

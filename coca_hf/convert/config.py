@@ -187,7 +187,9 @@ def converted_config(
         )
     own = _copied_config(config, where, form.ignored_fields)
     _check_same("--constraint", form.constraint, own.coca_constraint, where)
-    asked = slow_pairs(own) if form.content_pairs == "auto" else form.content_pairs
+    asked = form.content_pairs
+    if asked == "auto":
+        asked = own.coca_content_pairs or slow_pairs(own)
     _check_same("--content-pairs", asked, own.coca_content_pairs, where)
     former = {*own.coca_content_layers}
     if form.ntk_length or form.log_scale is not None:
@@ -258,14 +260,24 @@ def coca_config(
             own = family.config(**fields).to_dict()
             fields = {name: own[name] for name in understood - family.other_fields if name in own}
         result = family.coca_config(
-            **fields,
-            coca_constraint=constraint,
-            coca_kept_layers=list(kept_layers),
-            coca_content_pairs=0 if content_pairs == "auto" else content_pairs,
-            coca_content_layers=sorted(content_layers),
+            **fields, coca_constraint=constraint, coca_kept_layers=list(kept_layers)
         )
-        if content_pairs == "auto":
-            result.coca_content_pairs = slow_pairs(result)
+        pairs = slow_pairs(result) if content_pairs == "auto" else content_pairs
+    most, kept = result.head_dim // 2, {*result.coca_kept_layers}
+    if not 0 <= pairs <= most:
+        raise CocaError(
+            f"{where}: --content-pairs: got {pairs}, expected 0 to the {most} pairs of a head"
+        )
+    possible = {*range(result.num_hidden_layers)} - kept
+    if others := sorted({*content_layers} - possible):
+        without = (
+            f" without layers {sorted(kept)}, which keep the original's attention" if kept else ""
+        )
+        raise CocaError(
+            f"{where}: --content-layers: got layers {others}, expected some of 0 to "
+            f"{result.num_hidden_layers - 1}{without}"
+        )
+    result.coca_content_pairs, result.coca_content_layers = pairs, sorted(content_layers)
     _check_positions(result, family, where)
     return result
 

@@ -1,6 +1,7 @@
 """Convert a checkpoint on disk, a block at a time: `convert_checkpoint`."""
 
 import contextlib
+import copy
 import dataclasses
 import json
 import math
@@ -130,10 +131,13 @@ def convert_checkpoint(
     src, target = os.fspath(src), Path(dst).absolute()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     report = calibrate_progress or (lambda progress: None)
-    ranked = keep_layers if isinstance(keep_layers, (int, str)) else None
-    named = None if isinstance(keep_layers, (int, str)) else keep_layers
+    ranked, named = None, None
+    if isinstance(keep_layers, (int, str)):
+        ranked = keep_layers
+    elif keep_layers is not None:
+        named = list(keep_layers)
     chooses_content = content_layers == "auto"
-    given_content = () if isinstance(content_layers, str) else content_layers
+    given_content = [] if isinstance(content_layers, str) else list(content_layers)
 
     # everything that can be refused is refused before the first weight is written, cheapest first
     shard_bytes = parse_size(max_shard_size, "--max-shard-size")
@@ -154,7 +158,8 @@ def convert_checkpoint(
     sources = [src] if adapter is None else [src, os.fspath(adapter)]
     preflight.check_paths(sources, dst)
     preflight.check_options(form)
-    preflight.check_layers(named, ranked, content_layers, calibrate_on)
+    content = content_layers if isinstance(content_layers, str) else given_content
+    preflight.check_layers(named, ranked, content, calibrate_on)
     check_kept_window(keep_window, ranked or named, calibrate_block if calibrate_on else 1)
     if calibrate_on:
         preflight.check_device(device)
@@ -211,13 +216,13 @@ def convert_checkpoint(
                 plan["kept_layers"] = ranked
             if ranked and keep_window:
                 plan["kept_window"] = keep_window
-            if chooses_content:
-                plan["content_layers"] = "auto"
+            if chooses_content or (ranked and given_content):
+                plan["content_layers"] = content
             return plan
         if calibration:
             if chooses_content:
-                content = calibration.content_layers(layout, staging.calibrated, report)
-                form = dataclasses.replace(form, content_layers=content)
+                chosen = calibration.content_layers(layout, staging.calibrated, report)
+                form = dataclasses.replace(form, content_layers=chosen)
                 layout = Layout(source, form, named)
                 tokenizer = _begin(staging, layout, calibration)
             if ranked:
@@ -336,9 +341,10 @@ def _initialisation(layout: Layout, finished: Collection[FinishedShard]) -> dict
         return {"rule": "the released t_proj, mean over the two rows of every rotary pair"}
     if layout.from_coca and not layout.converted:
         return {"rule": "none: all weights are those of the source, which is a CoCA checkpoint"}
+    content = layout.config.coca_content_pairs or layout.config.coca_content_layers
     scales = {layer: of_heads for facts in finished for layer, of_heads in facts.scales.items()}
     return {
-        "rule": RULE,
+        "rule": RULE + ("; content pairs have the same scale" if content else ""),
         "scales": [scales.get(layer) for layer in range(layout.config.num_hidden_layers)],
     }
 
@@ -358,12 +364,17 @@ def _summary(layout: Layout) -> dict:
     d, itemsize = layout.config.head_dim, layout.config.dtype.itemsize
     layers, width = layout.config.num_hidden_layers, layout.config.num_key_value_heads * d
 
-    def cache(kept: int) -> int:
-        """Keys (half of them in CoCA's layers), values, and the angles that all layers share."""
-        return ((3 * layers + kept) * width // 2 + d) * itemsize
+    def cache(kept: list[int]) -> int:
+        """Keys (half of them in CoCA's layers), values, and angles that layers share."""
+        config = copy.copy(layout.config)
+        config.coca_kept_layers = kept
+        halves = 3 * layers + len(kept)
+        return (halves * width // 2 + config.kinds_of_angles() * d) * itemsize
 
-    kept, itself = len(layout.config.coca_kept_layers), 2 * layers * width * itemsize
-    before_bytes = cache(kept + len(layout.converted)) if layout.from_coca else itself
+    kept = layout.config.coca_kept_layers
+
+    itself = 2 * layers * width * itemsize
+    before_bytes = cache(kept + layout.converted) if layout.from_coca else itself
     return {
         "parameters": {"before": sum(map(math.prod, before)), "after": total},
         "trainable_fraction": {

@@ -19,6 +19,8 @@ w_k o W_K, a query is at most sqrt(d) max |w_q| long, and max |w_q| and max |w_k
     |original score| <= d * max |w_q| max |w_k|
     |CoCA score|     <= c * d * max |w_q|^2 * hidden^(1/2) max_j |row j of fold(W_K)|
 
+Content pairs, whose scores are linear in the query, have the scale of the others.
+
 Letters: `models/attention.py`.
 """
 

@@ -205,7 +205,7 @@ def _cache_layers(
             f"complete?"
         )
     if isinstance(config, CocaConfig):
-        numbers["growing"] += d  # cos and sin of a position's angles, which all layers share
+        numbers["growing"] += config.kinds_of_angles() * d  # cos and sin of a position
     return numbers
 
 

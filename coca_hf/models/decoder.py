@@ -90,9 +90,10 @@ class CocaConfig(PreTrainedConfig):
         return self.hidden_size // self.num_attention_heads
 
     def __post_init__(self, **kwargs):
-        if unknown := sorted(name for name in kwargs if name.startswith("coca_")):
+        unknown = {name for name in kwargs if name.startswith("coca_")}
+        if is_set := sorted(name for name in unknown if kwargs.pop(name)):
             raise ValueError(
-                f"{unknown[0]} is unknown to this version of coca_hf, so the weights may mean another "
+                f"{is_set[0]} is unknown to this version of coca_hf, so the weights may mean another "
                 "function; load the checkpoint with the version that wrote it, or convert the "
                 "original again"
             )
@@ -132,6 +133,11 @@ class CocaConfig(PreTrainedConfig):
     def content_of(self, layer: int) -> ContentPairs:
         """The content pairs of CoCA layer number `layer`."""
         return ContentPairs(self.coca_content_pairs, layer in self.coca_content_layers)
+
+    def kinds_of_angles(self) -> int:
+        """How many sets of angles a cache holds: one for all CoCA layers with the same content pairs."""
+        layers = {*range(self.num_hidden_layers)} - {*self.coca_kept_layers}
+        return len({self.content_of(layer) for layer in layers})
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
@@ -284,7 +290,8 @@ class CocaModel(CocaPreTrainedModel):
     layer_class: type[GradientCheckpointingLayer]
 
     def __init__(self, config: CocaConfig):
-        config.validate_layers()  # they may have been set since it was made
+        for validate in (config.validate_layers, config.validate_pairs, config.validate_log_scale):
+            validate()  # fields may have been set since it was made
         super().__init__(config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size

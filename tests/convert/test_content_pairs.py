@@ -7,14 +7,20 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from coca_hf import CocaGPTNeoXConfig, CocaLlamaConfig, convert_checkpoint, patch_
+from coca_hf import (
+    CocaGPTNeoXConfig,
+    CocaLlamaConfig,
+    CocaLlamaForCausalLM,
+    convert_checkpoint,
+    patch_,
+)
 from coca_hf.convert import calibrate
 from coca_hf.convert.config import slow_pairs
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
 from tests.convert.checkpoints import assert_same_weights, record_of, refuses
 from tests.convert.test_families import write_golden
-from tests.models.families import tokens
+from tests.models.families import tiny_model, tokens
 
 
 def test_the_checkpoint_is_the_patched_model_and_says_how_many(tiny_llama_dir, tmp_path, converts):
@@ -141,7 +147,7 @@ def test_auto_needs_a_calibration(tiny_llama_dir, tmp_path, refusal, calibrating
 
 def test_content_layers_exist_once_and_are_not_kept(tiny_llama_dir, tmp_path):
     for message, options in {
-        r"coca_content_layers is \[1, 7\], expected": {"content_layers": [7, 1]},
+        r"--content-layers: got layers \[7\], expected some of 0 to 2": {"content_layers": [7, 1]},
         "--content-layers: got layer 1 more than once": {"content_layers": [1, 2, 1]},
         r"--content-layers: got layers \[1\], which --keep-layers keeps": {
             "content_layers": [1, 2],
@@ -149,7 +155,8 @@ def test_content_layers_exist_once_and_are_not_kept(tiny_llama_dir, tmp_path):
         },
     }.items():
         refuses(message, tiny_llama_dir, tmp_path / "dst", **options)
-    with pytest.raises(CocaError, match=r"coca_content_layers has layers \[1\], which"):
+    message = r"--content-layers: got layers \[1\], expected some of 0 to 2 without layers \[1\]"
+    with pytest.raises(CocaError, match=message):
         patch_(
             AutoModelForCausalLM.from_pretrained(tiny_llama_dir),
             keep_layers=[1],
@@ -178,7 +185,7 @@ def test_layers_that_are_converted_later_may_be_content_layers(tiny_llama_dir, t
 
 def test_more_than_a_head_has_are_refused(tiny_llama_dir, tmp_path):
     pairs = AutoConfig.from_pretrained(tiny_llama_dir).head_dim // 2
-    message = f"expected 0 to the {pairs} pairs of a head"
+    message = f"--content-pairs: got .*, expected 0 to the {pairs} pairs of a head"
     for number in (pairs + 1, -1):
         refuses(message, tiny_llama_dir, tmp_path / "dst", content_pairs=number)
         with pytest.raises(CocaError, match=message):
@@ -243,3 +250,59 @@ def test_auto_chooses_the_layers_that_a_short_fit_brings_nearer(
     options["keep_layers"] = record["kept_layers"]
     convert_checkpoint(tiny_llama_dir, tmp_path / "named", **options, content_layers=expected)
     assert_same_weights(tmp_path / "named", tmp_path / "auto")
+
+
+def test_a_field_of_another_version_that_is_not_set_is_dropped(tiny_llama_dir, tmp_path):
+    convert_checkpoint(tiny_llama_dir, tmp_path / "dst")
+    file = tmp_path / "dst/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"coca_other_layers": []}))
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "dst").config
+    assert "coca_other_layers" not in config.to_dict()
+    convert_checkpoint(tmp_path / "dst", tmp_path / "again", log_scale=0.05)
+    assert "coca_other_layers" not in record_of(tmp_path / "again", "config.json")
+
+
+def test_fields_that_are_set_on_a_model_are_what_it_computes_and_saves(tmp_path):
+    model = tiny_model(coca_content_pairs=1)
+    before = model(tokens()).logits
+    model.config.coca_content_layers = [1]
+    after = model(tokens()).logits
+    assert (after - before).abs().max() > 1e-3
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens()).logits, after)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"coca_content_pairs": 5}, {"coca_content_layers": [3]}, {"coca_log_scale": 2.0}]
+)
+def test_bad_fields_that_are_set_on_a_config_are_refused_before_a_model_is_made(fields):
+    config = tiny_model().config
+    for name, value in fields.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=f"{next(iter(fields))} is .*, expected"):
+        CocaLlamaForCausalLM(config)
+
+
+def test_iterables_are_read_once(tiny_llama_dir, tmp_path):
+    layers = {"keep_layers": iter([0]), "content_layers": iter([1, 2])}
+    record = convert_checkpoint(tiny_llama_dir, tmp_path / "dst", **layers)
+    assert (record["kept_layers"], record["content_layers"]) == ([0], [1, 2])
+
+
+def test_the_cache_has_angles_for_each_kind_of_content_pairs(tiny_llama_dir, tmp_path):
+    """Bytes a token, as the record and `inspect` say, are those of the tensors."""
+    for name, layers in {"one": [], "two": [1], "all": [0, 1, 2]}.items():
+        record = convert_checkpoint(tiny_llama_dir, tmp_path / name, content_layers=layers)
+        model, ids = AutoModelForCausalLM.from_pretrained(tmp_path / name), tokens(1, 9)
+        cache = model(ids, use_cache=True).past_key_values
+        held = sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values))
+        assert held == 9 * record["kv_cache_bytes_per_token"]["after"]
+        assert held == 9 * inspect_checkpoint(tmp_path / name)["kv_bytes_per_token"]
+
+
+def test_a_dry_run_with_ranked_layers_names_the_content_layers(
+    tiny_llama_dir, calibrating, tmp_path
+):
+    options = {**calibrating, "keep_layers": 1, "content_layers": [0]}
+    plan = convert_checkpoint(tiny_llama_dir, tmp_path / "dst", **options, dry_run=True)
+    assert plan["content_layers"] == [0]
