@@ -233,7 +233,7 @@ def coca_config(
     where: str,
     kept_layers: Iterable[int] = (),
     content_pairs: int | Literal["auto"] = 0,
-    content_layers: Iterable[int] = (),
+    content_layers: Collection[int] = (),
     ignored: Collection[str] = (),
 ) -> CocaConfig:
     """The CoCA configuration for a checkpoint's `config.json`, which `where` names in errors.
@@ -268,14 +268,11 @@ def coca_config(
         raise CocaError(
             f"{where}: --content-pairs: got {pairs}, expected 0 to the {most} pairs of a head"
         )
-    possible = {*range(result.num_hidden_layers)} - kept
-    if others := sorted({*content_layers} - possible):
-        without = (
-            f" without layers {sorted(kept)}, which keep the original's attention" if kept else ""
-        )
+    last = result.num_hidden_layers - 1
+    if wrong := sorted(n for n in content_layers if not 0 <= n <= last or n in kept):
+        kept_by = f", which keeps the original's attention in {sorted(kept)}" if kept else ""
         raise CocaError(
-            f"{where}: --content-layers: got layers {others}, expected some of 0 to "
-            f"{result.num_hidden_layers - 1}{without}"
+            f"{where}: --content-layers: got layers {wrong}, expected CoCA layers of 0 to {last}{kept_by}"
         )
     result.coca_content_pairs, result.coca_content_layers = pairs, sorted(content_layers)
     _check_positions(result, family, where)

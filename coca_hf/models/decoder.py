@@ -136,8 +136,9 @@ class CocaConfig(PreTrainedConfig):
 
     def kinds_of_angles(self) -> int:
         """How many sets of angles a cache holds: one for all CoCA layers with the same content pairs."""
-        layers = {*range(self.num_hidden_layers)} - {*self.coca_kept_layers}
-        return len({self.content_of(layer) for layer in layers})
+        content_layers = {*self.coca_content_layers} - {*self.coca_kept_layers}
+        others = self.num_hidden_layers - len(self.coca_kept_layers) - len(content_layers)
+        return (len(content_layers) > 0) + (others > 0)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):

@@ -147,7 +147,9 @@ def test_auto_needs_a_calibration(tiny_llama_dir, tmp_path, refusal, calibrating
 
 def test_content_layers_exist_once_and_are_not_kept(tiny_llama_dir, tmp_path):
     for message, options in {
-        r"--content-layers: got layers \[7\], expected some of 0 to 2": {"content_layers": [7, 1]},
+        r"--content-layers: got layers \[7\], expected CoCA layers of 0 to 2": {
+            "content_layers": [7, 1]
+        },
         "--content-layers: got layer 1 more than once": {"content_layers": [1, 2, 1]},
         r"--content-layers: got layers \[1\], which --keep-layers keeps": {
             "content_layers": [1, 2],
@@ -155,7 +157,7 @@ def test_content_layers_exist_once_and_are_not_kept(tiny_llama_dir, tmp_path):
         },
     }.items():
         refuses(message, tiny_llama_dir, tmp_path / "dst", **options)
-    message = r"--content-layers: got layers \[1\], expected some of 0 to 2 without layers \[1\]"
+    message = r"--content-layers: got layers \[1\], expected CoCA .* keeps the original's attention in \[1\]"
     with pytest.raises(CocaError, match=message):
         patch_(
             AutoModelForCausalLM.from_pretrained(tiny_llama_dir),
