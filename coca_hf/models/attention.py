@@ -63,7 +63,9 @@ class ContentPairs(NamedTuple):
 
     @property
     def exist(self) -> bool:
-        return self != NO_CONTENT
+        # not by comparison with NO_CONTENT: vLLM pickles a checkpoint's classes by value, and an
+        # instance that a method of its class refers to would be made before the class
+        return self.slowest > 0 or self.every_second
 
     def mask(self, x: Tensor) -> Tensor:
         """Which pairs of `x`, (..., j), they are, (j,)."""
