@@ -174,7 +174,7 @@ def make_content_layer_(attention: CocaAttention, is_content_layer: bool) -> Non
 
 
 def _trial_stride(num_blocks: int) -> int:
-    """Of so many blocks, of which the last half has repeated passages, a trial sees every n-th."""
+    """Which blocks a trial sees, every n-th, because the last half of them has repeated passages."""
     return math.ceil(num_blocks / TRIAL_STEPS)
 
 
@@ -330,15 +330,15 @@ def expected_seconds(
     passes: int,
     missing: Collection[int],
     storage: str,
+    chooses_content: bool = False,
     ranked_tokens: int = 0,
     first: int = 0,
-    chooses_content: bool = False,
 ) -> float:
     """The seconds that calibration takes from layer `first` on, if it has to fit the `missing`.
 
     A batch is run through the first of these layers, and a few steps are made, on weights that are
-    loaded only for this. storage: as in `run_original`. ranked_tokens: how many tokens the layers
-    are ranked on afterwards. chooses_content: whether trial fits choose each layer's content pairs.
+    loaded only for this. storage: as in `run_original`. chooses_content: whether trial fits choose
+    each layer's content pairs. ranked_tokens: how many tokens the layers are ranked on afterwards.
     """
     with precision(pairs.dtype):
         began = time.perf_counter()

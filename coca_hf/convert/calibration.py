@@ -190,8 +190,7 @@ class Calibration:
             fitted, storage = layout.converted, _storage(pairs, self.blocks)
             texts, ranked = (self.blocks, self.held_out), self.ranked_tokens
             seconds = expected_seconds(
-                *(pairs, *texts, self.passes, fitted, storage, ranked),
-                chooses_content=self.chooses_content,
+                pairs, *texts, self.passes, fitted, storage, self.chooses_content, ranked
             )
         return {
             "tokens": self.blocks.numel(),
@@ -223,9 +222,7 @@ class Calibration:
             "attention_kl": [layer._asdict() for layer in done.layers],
             "layer_harm": self.harms,
             "seconds": round(self.seconds + time.perf_counter() - began, 1),
-            "seconds_by_part": {
-                part: round(spent, 1) for part, spent in self.seconds_by_part.items()
-            },
+            "seconds_by_part": {name: round(s, 1) for name, s in self.seconds_by_part.items()},
         }
         self.record = {name: value for name, value in record.items() if value is not None}
 
@@ -256,7 +253,8 @@ class Calibration:
     def _fit(self, layout: Layout, folder: Path, report: Report) -> FittedLayers:
         pairs, texts = LayerPairs(layout, self.device, self.dtype), (self.blocks, self.held_out)
         run = CalibrationRun(
-            *(pairs, *texts, folder, self.passes, self.seed, self.settings, self.ranked_tokens),
+            *(pairs, *texts, folder, self.passes, self.seed, self.settings),
+            ranked_tokens=self.ranked_tokens,
             chooses_content=self.chooses_content,
         )
         done = run.fit_layers(report)
@@ -365,7 +363,11 @@ class CalibrationRun:
         pairs, texts, ranked = self.pairs, (self.blocks, self.held_out), self.ranked_tokens
         needed = needs(pairs.layout, *texts, pairs.dtype, ranked)
         storage = _storage(pairs, self.blocks)
-        seconds = expected_seconds(pairs, *texts, self.passes, self.missing, storage, ranked, first)
+        seconds = expected_seconds(
+            *(pairs, *texts, self.passes, self.missing, storage, self.chooses_content),
+            ranked_tokens=ranked,
+            first=first,
+        )
         return (
             f"calibrating {len(self.missing)} of {len(pairs)} layers: about {in_words(seconds)}, "
             f"{size_in_words(needed.memory)} of memory and "
@@ -520,11 +522,7 @@ def _load(file: Path, settings: str) -> tuple[dict[str, Tensor], bool] | None:
 
 
 def _metadata(tensors: dict[str, Tensor], is_content: bool, settings: str) -> dict[str, str]:
-    return {
-        "settings": settings,
-        "is content layer": str(is_content),
-        "hash": _hash(tensors),
-    }
+    return {"settings": settings, "is content layer": str(is_content), "hash": _hash(tensors)}
 
 
 def _hash(tensors: dict[str, Tensor]) -> str:

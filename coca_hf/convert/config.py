@@ -233,7 +233,7 @@ def coca_config(
     where: str,
     kept_layers: Iterable[int] = (),
     content_pairs: int | Literal["auto"] = 0,
-    content_layers: Collection[int] = (),
+    content_layers: Iterable[int] = (),
     ignored: Collection[str] = (),
 ) -> CocaConfig:
     """The CoCA configuration for a checkpoint's `config.json`, which `where` names in errors.
@@ -263,18 +263,12 @@ def coca_config(
             **fields, coca_constraint=constraint, coca_kept_layers=list(kept_layers)
         )
         pairs = slow_pairs(result) if content_pairs == "auto" else content_pairs
-    most, kept = result.head_dim // 2, {*result.coca_kept_layers}
-    if not 0 <= pairs <= most:
-        raise CocaError(
-            f"{where}: --content-pairs: got {pairs}, expected 0 to the {most} pairs of a head"
-        )
-    last = result.num_hidden_layers - 1
-    if wrong := sorted(n for n in content_layers if not 0 <= n <= last or n in kept):
-        kept_by = f", which keeps the original's attention in {sorted(kept)}" if kept else ""
-        raise CocaError(
-            f"{where}: --content-layers: got layers {wrong}, expected CoCA layers of 0 to {last}{kept_by}"
-        )
-    result.coca_content_pairs, result.coca_content_layers = pairs, sorted(content_layers)
+    with library_errors(f"{where}: --content-pairs"):
+        result.coca_content_pairs = pairs
+        result.validate_pairs()
+    with library_errors(f"{where}: --content-layers"):
+        result.coca_content_layers = sorted(content_layers)
+        result.validate_layers()
     _check_positions(result, family, where)
     return result
 

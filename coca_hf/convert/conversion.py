@@ -136,8 +136,8 @@ def convert_checkpoint(
         ranked = keep_layers
     elif keep_layers is not None:
         named = list(keep_layers)
-    chooses_content = content_layers == "auto"
-    given_content = [] if isinstance(content_layers, str) else list(content_layers)
+    content = content_layers if isinstance(content_layers, str) else list(content_layers)
+    chooses_content = content == "auto"
 
     # everything that can be refused is refused before the first weight is written, cheapest first
     shard_bytes = parse_size(max_shard_size, "--max-shard-size")
@@ -151,14 +151,13 @@ def convert_checkpoint(
         released,
         ignore_fields,
         content_pairs,
-        given_content,
+        [] if isinstance(content, str) else content,
         None if ranked else keep_window,
         log_scale,
     )
     sources = [src] if adapter is None else [src, os.fspath(adapter)]
     preflight.check_paths(sources, dst)
     preflight.check_options(form)
-    content = content_layers if isinstance(content_layers, str) else given_content
     preflight.check_layers(named, ranked, content, calibrate_on)
     check_kept_window(keep_window, ranked or named, calibrate_block if calibrate_on else 1)
     if calibrate_on:
@@ -216,7 +215,7 @@ def convert_checkpoint(
                 plan["kept_layers"] = ranked
             if ranked and keep_window:
                 plan["kept_window"] = keep_window
-            if chooses_content or (ranked and given_content):
+            if content and (chooses_content or ranked):
                 plan["content_layers"] = content
             return plan
         if calibration:
@@ -371,9 +370,7 @@ def _summary(layout: Layout) -> dict:
         halves = 3 * layers + len(kept)
         return (halves * width // 2 + config.kinds_of_angles() * d) * itemsize
 
-    kept = layout.config.coca_kept_layers
-
-    itself = 2 * layers * width * itemsize
+    kept, itself = layout.config.coca_kept_layers, 2 * layers * width * itemsize
     before_bytes = cache(kept + layout.converted) if layout.from_coca else itself
     return {
         "parameters": {"before": sum(map(math.prod, before)), "after": total},

@@ -81,7 +81,7 @@ def patch_(
         "patch_: model.config",
         keep_layers,
         content_pairs,
-        [*content_layers],
+        content_layers,
         ignore_fields,
     )
     config = with_kept_window(config, keep_window, "patch_: model.config")

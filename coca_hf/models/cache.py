@@ -52,10 +52,9 @@ class HalfWidth(Cache):
         values of the layer.
 
         angles: cos and sin of the new positions, (b or 1, 1, m, j). content: the layer's content
-        pairs. key_states: the new keys,
-        (b, g, m, d). The attention `coca`, which computes its own keys, gets all t instead of all
-        keys. The t of a kept layer are keys before rotation, (b, g, m, d); its `key_states` are
-        stored unchanged.
+        pairs. key_states: the new keys, (b, g, m, d). The attention `coca`, which computes its own
+        keys, gets all t instead of all keys. The t of a kept layer are keys before rotation,
+        (b, g, m, d); its `key_states` are stored unchanged.
         """
         if t.shape == key_states.shape:
             return super().update(key_states, value_states, layer_idx)

@@ -90,8 +90,8 @@ class CocaConfig(PreTrainedConfig):
         return self.hidden_size // self.num_attention_heads
 
     def __post_init__(self, **kwargs):
-        unknown = {name for name in kwargs if name.startswith("coca_")}
-        if is_set := sorted(name for name in unknown if kwargs.pop(name)):
+        others = {name: kwargs.pop(name) for name in sorted(kwargs) if name.startswith("coca_")}
+        if is_set := [name for name, value in others.items() if value]:
             raise ValueError(
                 f"{is_set[0]} is unknown to this version of coca_hf, so the weights may mean another "
                 "function; load the checkpoint with the version that wrote it, or convert the "
@@ -192,8 +192,8 @@ class CocaConfig(PreTrainedConfig):
                 )
         if both := sorted({*self.coca_kept_layers} & {*self.coca_content_layers}):
             raise ValueError(
-                f"coca_content_layers has layers {both}, which coca_kept_layers has too; expected CoCA "
-                "layers"
+                f"coca_content_layers has layers {both}, which keep the original's attention, expected "
+                "CoCA layers"
             )
         window = self.coca_kept_window
         if window is not None and (window < 1 or not self.coca_kept_layers):

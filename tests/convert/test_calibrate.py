@@ -536,6 +536,9 @@ def test_the_time_counts_layers_that_are_not_fitted_and_the_ranking(pairs_of):
     assert seconds(0) == pytest.approx(3 * read + forward + 3 * held_out + measure)
     assert seconds(2) == pytest.approx(seconds(0) + 2 * forward)
     assert seconds(1, 2, first=1) == pytest.approx(seconds(2) - read - held_out - forward + measure)
+    measured_twice, blocks = 2 * 4, 24  # 336 steps are 14 passes over 24 blocks
+    chosen = seconds(0, chooses_content=True) - seconds(0)
+    assert chosen == pytest.approx(measured_twice + 2 * 14 * blocks)
     ranked = seconds(0, ranked_tokens=2 * 60) - seconds(0)
     assert ranked == pytest.approx(6 * read + 2 / 24 * 9 * forward + 3 * held_out)
 

@@ -194,8 +194,8 @@ def reference_logits(
     stock, constraint, ids, mask, content_of=lambda layer: attention.NO_CONTENT, log_scale=0.0
 ):
     """Logits of a stock model whose keys carry coefficients, with CoCA's scores in the place of its
-    own; content_of: the content pairs of a layer by its number. Scores are multiplied by 1 + log_scale ln(n /
-    LOG_SCALE_FROM) for queries that see n tokens.
+    own. content_of: the content pairs of a layer, by its number. Scores are multiplied by 1 +
+    log_scale ln(n / LOG_SCALE_FROM) for queries that see n tokens.
     """
     seen = mask.cumsum(-1).clamp(min=1)
     position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
