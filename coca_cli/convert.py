@@ -209,10 +209,12 @@ def convert_command(
         def show_layers(progress: CalibrationProgress) -> None:
             if progress.notice:
                 console.print(progress.notice)
+            done, total, text = progress.layers_done, progress.num_layers, "calibrating layers"
             if progress.divergence is not None:
-                text = f"calibrating layers, divergence {progress.divergence:.3g} nats"
-                bar.update(layers, description=text)
-            bar.update(layers, completed=progress.layers_done, total=progress.num_layers)
+                text += f", divergence {progress.divergence:.3g} nats"
+            bar.update(layers, description=text, completed=done, total=total)
+            if is_silent and done:
+                console.print(f"{text}: {done} of {total}", soft_wrap=True)
 
         # the other options have the names of convert_checkpoint's arguments
         options = context.params | {

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shutil
 
 import pytest
@@ -173,6 +174,7 @@ def test_a_later_conversion_records_the_earlier_ones(tiny_llama_dir, text, tmp_p
     calibrated += ["--calibrate-tokens", 256]
     convert_checkpoint(tiny_llama_dir, kept, keep_layers=[0, 2])
     printed = converts(kept, tmp_path / "one", "--keep-layers", "2,", *calibrated)
+    assert re.search(r"calibrating layers, divergence \S+ nats: 3 of 3\n", printed)
     assert "converts              layers 0, no others" in printed
     assert "of the source;" in printed
     assert "has to be trained" in printed

@@ -68,6 +68,17 @@ def test_the_time_left_has_a_natural_unit_and_does_not_count_rows_of_an_earlier_
     assert log.file.getvalue() == f"passkey  dynamic:4  64: 8 of 9 rows, about {left} left\n"
 
 
+def test_without_a_terminal_a_long_row_says_every_few_minutes_how_far_it_is(log):
+    clock = Clock()
+    with Progress(log, clock) as progress:
+        for _ in progress([1] * 7, "passkey  [x]  64"):
+            clock.seconds += 50
+    assert log.file.getvalue().splitlines() == [
+        "passkey  [x]  64: 3 of 7 batches",
+        "passkey  [x]  64: 6 of 7 batches",
+    ]
+
+
 def test_a_terminal_has_a_bar_for_all_rows_and_one_for_each():
     terminal = {"force_terminal": True, "force_interactive": True, "width": 120}
     clock, console = Clock(), Console(file=io.StringIO(), **terminal)
