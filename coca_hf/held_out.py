@@ -6,7 +6,7 @@ a large source a hundredth is held out. From a small one, the documents of lowes
 as suffice; if these are more than a tenth of its text, as with a single book, the end of every
 document is held out instead.
 
-The blocks are passages of at least `DOCUMENTS` documents if the source can spare so many: a single
+The blocks are passages of at least `DOCUMENTS` documents if the source can spare them: a single
 document, which may be verse, another language or all tables, says little about the others.
 """
 
@@ -115,8 +115,8 @@ def shares(weights: list[float], total: int) -> list[int]:
 def _rule_of_small(
     seen: list[tuple[int, int]], needed: int, passage: int, density: float
 ) -> tuple[HeldOut, int]:
-    """The rule, and the tokens of a passage: more than `passage` if the source cannot spare so many
-    documents.
+    """The rule, and the tokens of a passage: more than `passage` if the source cannot spare that
+    many documents.
 
     seen: hash and characters of every document. needed: tokens that fill the blocks. density:
     tokens per character.

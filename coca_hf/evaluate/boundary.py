@@ -388,9 +388,9 @@ def _tau_figure(table: Table, angles: Lines) -> Figure:
         ]
     return table.figure(
         "boundary-tau",
-        "Share of pairs whose score wrongly rises over at least so many of the nearest tokens.",
-        "Share of pairs whose score rises with distance, wrongly, over at least so many of the "
-        "nearest tokens (τ, the boundary of scenario d).",
+        "Share of pairs whose score wrongly rises over the nearest τ tokens or more.",
+        "Share of pairs whose score rises with distance, wrongly, over the nearest τ tokens or more "
+        "(τ: the boundary of scenario d).",
         points,
         "share of pairs",
         x_label="boundary τ (tokens)",

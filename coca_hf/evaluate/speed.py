@@ -270,7 +270,7 @@ def _resident_peak(step: Step, model: Any) -> int | None:
     """Bytes at the peak of a step on a CPU; None if unknown.
 
     The step is not a timed one: memory that earlier steps have freed goes back to the system first,
-    because it would count as nothing when it is used again, and taking it anew takes time.
+    because it would count as nothing when it is used again, and allocating it again takes time.
     """
     held = _bytes(model.parameters()) + step.held_bytes()
     gc.collect()
