@@ -12,7 +12,7 @@
 # Prints the tables and writes OUT/*.json, each file after every length, so an interrupted run keeps what it measured.
 # SECONDS_LEFT (default 3600) bounds the whole run: a benchmark that no longer fits is named and skipped. It needs torch,
 # triton, transformers and what `import coca_hf` needs; coca_hf itself need not be installed. Parts 1 and 4 use the
-# wheels in .whl/ (pydantic, datasets and their companions).
+# wheels in .whl/ (pydantic, datasets, ruamel-yaml, typer and their companions).
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-docs/results/h200}

@@ -193,14 +193,16 @@ def test_several_processes_on_one_block_are_refused(train, tmp_path, monkeypatch
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_mixed_precision_on_a_gpu_trains_as_float32_does(dtype, train, tmp_path):
-    """fp16's loss scaler skips the first steps, so its losses are only compared roughly."""
+    """fp16's loss scaler skips the first steps, so its last loss is only compared roughly."""
     losses = {}
     for name, options in {"mixed": [f"training.{dtype}=true"], "full": []}.items():
         out = tmp_path / name
         train("training.use_cpu=false", *options, stage=None, out=out)
         lines = [line for log in sorted(out.glob("*/log.jsonl")) for line in log.open()]
         losses[name] = torch.tensor([json.loads(line)["loss"] for line in lines])
-    assert losses["mixed"].isfinite().all()
-    compared = slice(None) if dtype == "bf16" else slice(1)
-    assert (losses["mixed"] - losses["full"])[compared].abs().max() < 0.05
-    assert losses["mixed"][-1] < losses["mixed"][0] + 0.05
+    difference = (losses["mixed"] - losses["full"]).abs()
+    if dtype == "bf16":
+        assert difference.max() < 0.05
+    else:
+        assert difference[0] < 0.05
+        assert difference[-1] < 0.3
