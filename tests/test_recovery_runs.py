@@ -2,7 +2,6 @@
 take hours.
 """
 
-import json
 import runpy
 import sys
 from pathlib import Path
@@ -87,29 +86,6 @@ def test_a_copy_is_the_fold_of_the_keys_without_its_scale(tiny_llama_dir, tiny_c
         expected = heads.mean(1).flatten(0, 1)
         assert found[f"{prefix}.t_proj.weight"].allclose(expected, rtol=1e-5)
         assert not scaled[f"{prefix}.t_proj.weight"].allclose(expected, rtol=1e-2)
-
-
-@pytest.mark.real
-def test_the_minutes_of_a_gpu_run_on_a_cpu_too_and_write_what_they_cost_and_bring(
-    tiny_llama_dir, tmp_path, monkeypatch, capsys
-):
-    text = tmp_path / "text.jsonl"
-    words = [" ".join(f"{n * k % 89} times" for k in range(100)) for n in range(30)]
-    text.write_text("".join(json.dumps({"text": document}) + "\n" for document in words))
-    amounts = ["--calibrate-tokens=512", "--tokens-a-step=64", "--seconds=1", "--workers=0"]
-    measured = [f"--novels={text}", "--lengths=400", "--measured-length=450"]
-    arguments = [tiny_llama_dir, tmp_path / "out", f"--text={text}", *measured, *amounts]
-    monkeypatch.setattr(sys, "argv", ["gpu.py", *map(str, arguments)])
-    run = runpy.run_path(str(SCRIPTS / "gpu.py"))
-    monkeypatch.setitem(run["main"].__globals__, "LENGTHS", [64, 64, 128])
-    monkeypatch.setattr("coca_hf.convert.calibrate.STEPS", 20)
-    run["main"]()
-    notes = [json.loads(line) for line in (tmp_path / "out/distilled.jsonl").open()]
-    assert (notes[0]["event"], notes[-1]["event"]) == ("converted", "trained")
-    assert notes[1]["step"] > 1
-    rows = [json.loads(line) for line in (tmp_path / "out/eval/rows.jsonl").open()]
-    assert [row["model"] for row in rows[::5]] == ["original", "distilled"]
-    assert not any(row.get("error") for row in rows)
 
 
 def test_the_table_has_the_mean_over_seeds_and_the_ratio_to_original(tmp_path, monkeypatch, capsys):

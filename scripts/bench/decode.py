@@ -249,11 +249,10 @@ def step(length: int, batch: int, options) -> list[dict]:
     ]
 
 
-TUNED = {  # constants of coca_hf/kernels/decode.py
-    "HEADS": (4, 8, 16),
-    "SUMS_PER_THREAD": (16, 32),
-    "WARPS": (4, 8),
-    "PROGRAMS_PER_PROCESSOR": (4, 7, 14),
+TUNED = {  # constants of coca_hf/kernels/decode.py; others of WARPS and SUMS_PER_THREAD were slower
+    "HEADS": (4, 8),
+    "PROGRAMS_PER_PROCESSOR": (3, 4, 6, 8, 12),
+    "JOINED": (64, 128),
 }
 
 

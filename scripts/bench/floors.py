@@ -131,15 +131,16 @@ def rows(results: Path) -> list[Row]:
         against, rival = "fastest of HF LLaMA's", "CoCA slack fused"
         add(what, against, goal, floors, "decode.json", rival, **where)
 
-    length = 32768
+    length, layers = 32768, 8
     whole = [
-        BF16 * (LLAMA_7B.layers * LLAMA_7B.layer_weights(coca) + LLAMA_7B.hidden * LLAMA_7B.vocab)
-        + LLAMA_7B.layers * decode_bytes(LLAMA_7B, length, coca)
+        BF16 * (layers * LLAMA_7B.layer_weights(coca) + LLAMA_7B.hidden * LLAMA_7B.vocab)
+        + layers * decode_bytes(LLAMA_7B, length, coca)
         for coca in (False, True)
     ]
     floors, file = [floor(num_bytes, 0) for num_bytes in whole], "generate.json"
-    what = "a new token, 7B, 32k, compiled"
-    add(what, "HF LLaMA", ">= 1.10x", floors, file, "CoCA slack coca", length=length)
+    what = f"a new token, {layers} layers of 7B, 32k, compiled"
+    where = {"length": length, "layers": layers}
+    add(what, "HF LLaMA", ">= 1.10x", floors, file, "CoCA slack coca", **where)
 
     stride = 256
     windows = -(-1024 // stride) + 1  # of documents of `length` and 1024 tokens

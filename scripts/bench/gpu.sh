@@ -61,7 +61,7 @@ part2() {
     bench 300 tune decode --what tune --lengths 32768 --repeats 10
 }
 part3() {
-    bench 300 generate decode --what generate --lengths 32768 --repeats 2
+    bench 300 generate decode --what generate --lengths 32768 --layers 8 --repeats 2
     bench 100 evaluate evaluate --lengths 32768 2048 --batch 4 --repeats 2
     bench 130 scaling attention --mode forward --repeats 5 --warmup 2 --only sdpa contraction fused \
         --lengths 512 1024 2048 4096 8192 16384 32768 65536 131072
