@@ -185,8 +185,8 @@ class Data(StrictMapping):
 
     seq_len: int = Field(ge=2)
     sources: list[Source] = Field(min_length=1)
-    seed: int = 0
-    held_out_blocks: int = Field(default=64, ge=0)
+    seed: int = Field(default=0, strict=True)
+    held_out_blocks: int = Field(default=64, ge=0, strict=True)
     prepared: str = "prepared"
     skip_positions: int | None = None
 

@@ -246,6 +246,14 @@ def _run_stage(recipe: Recipe, stage: ResolvedStage, blocks: Blocks, stop: StopR
             f"stages.{stage.name}: got {stage.blocks_per_step:,} blocks a step, expected "
             f"{expected:,} as the recipe's file says; the numbers in its header are for those"
         )
+    if recipe.teacher and not stage.of_recipe.needs_teacher:
+        announce(f"stages.{stage.name}: learns nothing from the teacher: no objective is distill")
+    warmup_steps = arguments.get_warmup_steps(arguments.max_steps)
+    if warmup_steps >= arguments.max_steps:
+        announce(
+            f"stages.{stage.name}: got warmup_steps {warmup_steps:,} of {arguments.max_steps:,} "
+            f"steps, expected fewer: the learning rate stays below {arguments.learning_rate:g}"
+        )
     try:
         with wandb_run(arguments, place["run_id"]):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

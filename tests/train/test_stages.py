@@ -325,13 +325,23 @@ def test_a_recipe_knows_which_overrides_change_the_blocks_of_a_step(setting, glo
         assert recipe.batch_in_file(stage) == (None if blocks == 4 else 4)
 
 
-def test_a_step_of_other_blocks_than_in_the_recipes_file_is_announced(
-    global_batch_path, tmp_path, monkeypatch, capsys
+ANNOUNCED = {
+    "stages.k.global_batch_size=8": "got 8 blocks a step, expected 4 as the recipe's file says",
+    "teacher=ORIGINAL": "learns nothing from the teacher: no objective is distill",
+    "stages.k.warmup_steps=7": "got warmup_steps 7 of 1 steps, expected fewer",
+}
+
+
+@pytest.mark.parametrize("setting", ANNOUNCED)
+def test_what_a_run_does_otherwise_than_its_recipe_seems_to_say_is_announced(
+    setting, global_batch_path, tiny_llama_dir, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(StageTrainer, "training_step", StageTrainer.training_step)
     interrupt_in_step(1)
-    recipe = load_recipe(global_batch_path, ["stages.k.global_batch_size=8"])
+    recipe = load_recipe(global_batch_path, [setting.replace("ORIGINAL", str(tiny_llama_dir))])
     with pytest.raises(Interrupted):
         run_recipe(recipe, tmp_path / "out")
-    line = "stages.k: got 8 blocks a step, expected 4 as the recipe's file says"
-    assert capsys.readouterr().out.count(line) == 1
+    printed = capsys.readouterr().out
+    assert [printed.count(f"stages.k: {line}") for line in ANNOUNCED.values()] == [
+        int(other == setting) for other in ANNOUNCED
+    ]
