@@ -241,19 +241,7 @@ def _run_stage(recipe: Recipe, stage: ResolvedStage, blocks: Blocks, stop: StopR
     if not options.global_batch_size:
         said += " (other numbers of processes have other steps: set global_batch_size)"
     announce(said + (f"; continues after step {step:,}" if checkpoint else ""))
-    if expected := recipe.batch_in_file(stage.of_recipe):
-        announce(
-            f"stages.{stage.name}: got {stage.blocks_per_step:,} blocks a step, expected "
-            f"{expected:,} as the recipe's file says; the numbers in its header are for those"
-        )
-    if recipe.teacher and not stage.of_recipe.needs_teacher:
-        announce(f"stages.{stage.name}: learns nothing from the teacher: no objective is distill")
-    warmup_steps = arguments.get_warmup_steps(arguments.max_steps)
-    if warmup_steps >= arguments.max_steps:
-        announce(
-            f"stages.{stage.name}: got warmup_steps {warmup_steps:,} of {arguments.max_steps:,} "
-            f"steps, expected fewer: the learning rate stays below {arguments.learning_rate:g}"
-        )
+    _announce_surprises(recipe, stage)
     try:
         with wandb_run(arguments, place["run_id"]):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -271,6 +259,24 @@ def _run_stage(recipe: Recipe, stage: ResolvedStage, blocks: Blocks, stop: StopR
     parameters = {"trained": trained, "total": total, "fraction": trained / total}
     record = _make_record(recipe, stage, log, losses, parameters, len(blocks.held_out))
     _complete(stage, trainer, tokenizer, record)
+
+
+def _announce_surprises(recipe: Recipe, stage: ResolvedStage) -> None:
+    """Say where a stage does otherwise than its recipe seems to say."""
+    where = f"stages.{stage.name}"
+    if expected := recipe.batch_in_file(stage.of_recipe):
+        announce(
+            f"{where}: got {stage.blocks_per_step:,} blocks a step, expected {expected:,} as the "
+            "recipe's file says; the numbers in its header are for those"
+        )
+    if recipe.teacher and not stage.of_recipe.needs_teacher:
+        announce(f"{where}: learns nothing from the teacher: no objective is distill")
+    max_steps = stage.arguments.max_steps
+    if (warmup_steps := stage.arguments.get_warmup_steps(max_steps)) >= max_steps:
+        announce(
+            f"{where}: got warmup_steps {warmup_steps:,} of {max_steps:,} steps, expected fewer, "
+            "so that the warm-up ends"
+        )
 
 
 def _begin(stage: ResolvedStage) -> None:

@@ -40,8 +40,8 @@ run() { # LIMIT COMMAND…
 bench() { # LIMIT RESULT SCRIPT OPTIONS…
     run "$1" python3 "scripts/bench/$3.py" --out "$out/$2.json" "${@:4}" $smoke
 }
-tests() { # LIMIT PATHS…: in several processes, because Triton's compiler takes most of the time; other versions may warn
-    run "$1" python3 -m pytest -q -W default -p no:cacheprovider -p no:benchmark -n logical "${@:2}"
+tests() { # LIMIT PATHS…: in several processes, because Triton's compiler takes most of the time
+    run "$1" python3 -m pytest -q -p no:cacheprovider -p no:benchmark -n logical "${@:2}"
 }
 
 part1() {

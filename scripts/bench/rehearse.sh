@@ -11,7 +11,7 @@ cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3.12}
 wheels=(pydantic==2.14.3 pydantic-core==2.50.4 typing-inspection annotated-types datasets==5.2.0 'dill<0.4.2'
     'multiprocess<0.70.20' gguf==0.19.0 ruamel-yaml==0.19.1 typer==0.29.2)
-# Triton 3.6, which comes with this torch, interprets kernels only with an older numpy
+# Triton 3.6, which comes with this torch, interprets kernels only with an older numpy, which warns
 installed=(torch==2.11.0 numpy==2.3.5 transformers==5.17.0 accelerate==1.15.0 peft opt-einsum pyarrow pandas psutil rich
     typer==0.28.0 tensorboard pillow matplotlib jinja2 xxhash requests pytest pytest-timeout pytest-xdist)
 if [ ! -d .whl ]; then
@@ -33,5 +33,5 @@ git ls-files -co --exclude-standard -z | xargs -0 cp --parents -t "$work/tree"
 cp -r .whl "$work/tree"
 venv=$PWD/.venv-gpu
 cd "$work/tree"
-unshare --net env -i HOME="$work/home" PATH="$venv/bin:/usr/bin:/bin" SMOKE=1 \
+unshare --net env -i HOME="$work/home" PATH="$venv/bin:/usr/bin:/bin" SMOKE=1 PYTEST_ADDOPTS="-W default" \
     scripts/bench/gpu.sh "$work/results" "$@"
