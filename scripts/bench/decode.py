@@ -249,10 +249,11 @@ def step(length: int, batch: int, options) -> list[dict]:
     ]
 
 
-TUNED = {  # constants of coca_hf/kernels/decode.py; others of WARPS and SUMS_PER_THREAD were slower
-    "HEADS": (4, 8),
-    "PROGRAMS_PER_PROCESSOR": (3, 4, 6, 8, 12),
-    "JOINED": (64, 128),
+TUNED = {  # constants of coca_hf/kernels/decode.py
+    "HEADS": (2, 4),
+    "SHARES": (1, 2, 4),
+    "CACHE": ("", ".cg"),
+    "PROGRAMS_PER_PROCESSOR": (2, 3, 6),
 }
 
 

@@ -55,10 +55,10 @@ for arch, strict in ((89, True), (90, False)):
         )
     found[f"_split_kernel {arch}"] = compiled(
         decode._split_kernel, arch, decode.WARPS, 3, KV_HEADS=32, GROUPS=1, PAIRS=64, HEADS=decode.HEADS,
-        BLOCK_GROUPS=1, KEYS=4, BLOCK_PAIRS=64, MASKED=True, STRICT=strict,
+        SHARES=decode.SHARES, BLOCK_GROUPS=1, KEYS=4, BLOCK_PAIRS=64, MASKED=True, STRICT=strict, CACHE=decode.CACHE,
     )
     found[f"_join_kernel {arch}"] = compiled(
-        decode._join_kernel, arch, 8, 3, HEAD_DIM=128, BLOCK_DIM=128, BLOCK_SPLITS=decode.JOINED
+        decode._join_kernel, arch, 8, 3, HEAD_DIM=128, BLOCK_DIM=decode.JOINED_DIMS, BLOCK_SPLITS=decode.JOINED
     )
 print(json.dumps(found))
 """
