@@ -9,12 +9,11 @@ of `models/attention.py`, written out over pairs j):
 
 A program reads t, values and angles once and computes on ordinary floating-point units. Keys are cut
 into splits, so a single sequence fills the GPU; a second kernel joins the splits. A program takes one
-split of SHARES x HEADS key/value heads. Its warps divide the heads and the keys among themselves:
-each attends with its own HEADS heads to its own keys, and each group of threads, which holds a whole
-key, keeps its own softmax. So all tiles have one layout over threads, and nothing is exchanged until
-the end of the split but the sum of a score. The angles, which all heads share, are read from memory
-once for a program; its other warps find them in the L1 cache. The next keys are loaded while the
-present ones are attended to. All sums are in fp32. Letters: see `models/attention.py`.
+split of SHARES x HEADS key/value heads. Each of its warps attends with HEADS of them to some of the
+keys, and each group of threads that holds a whole key keeps its own softmax: until the end of the
+split, threads exchange nothing but the parts of a score. The angles, which all heads share, are read
+from memory once for a program; its other warps find them in the L1 cache. The next keys are loaded
+while the present ones are attended to. All sums are in fp32. Letters: see `models/attention.py`.
 """
 
 import torch
@@ -22,13 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-HEADS = 4  # pairs of a key/value head and a query head that shares it, in a warp
+HEADS = 2  # key/value heads of a warp, or one if several query heads share it
+GROUPS = 4  # query heads of a warp that share a key/value head, at most
 SHARES = 4  # warps with different heads, at most
 WARPS = 4
-PROGRAMS_PER_PROCESSOR = 2  # that run at once
-CACHE = ".cg"  # of t and values: only in L2
-JOINED = 128  # splits that a thread block joins at a time, at most
-JOINED_DIMS = 32
+PROGRAMS_PER_PROCESSOR = 3  # that run at once, or two if a warp has more than two query heads
+JOINED, JOINED_DIMS = 128, 32  # splits and dimensions that a thread block joins at a time
 LOG2_E = 1.4426950408889634
 
 
@@ -54,12 +52,15 @@ def decode_attention(
     kv_heads, length, pairs = t.shape[1:]
     groups = heads // kv_heads
     block_pairs = max(8, triton.next_power_of_2(pairs))
-    block_groups = min(HEADS, triton.next_power_of_2(groups))
-    together = min(HEADS // block_groups, triton.next_power_of_2(kv_heads))
+    block_groups = min(GROUPS, triton.next_power_of_2(groups))
+    together = min(HEADS, triton.next_power_of_2(kv_heads)) if groups == 1 else 1
     shares = min(SHARES, triton.next_power_of_2(triton.cdiv(kv_heads, together)))
     keys = max(1, 8 * 32 // block_pairs) * WARPS // shares  # a thread loads 16 bytes
     chunks = triton.cdiv(kv_heads, shares * together) * triton.cdiv(groups, block_groups)
-    split_keys = keys * _blocks(triton.cdiv(length, keys), batch * chunks, _processors(query))
+    programs = PROGRAMS_PER_PROCESSOR if together * block_groups <= 2 else 2
+    blocks = triton.cdiv(length, keys)
+    splits = _splits(blocks, batch * chunks, programs * _processors(query))
+    split_keys = triton.cdiv(blocks, splits) * keys
     splits = triton.cdiv(length, split_keys)
 
     partial = query.new_empty(batch, heads, splits, head_dim, dtype=torch.float32)
@@ -74,7 +75,7 @@ def decode_attention(
             *(x.stride(i) for x in (cos, sin) for i in (0, 2, 3)), allowed.stride(0), allowed.stride(3),
             length, split_keys, splits, scaling * LOG2_E,
             KV_HEADS=kv_heads, GROUPS=groups, PAIRS=pairs, SHARES=shares, HEADS=together, BLOCK_GROUPS=block_groups,
-            KEYS=keys, BLOCK_PAIRS=block_pairs, MASKED=mask is not None, STRICT=strict, CACHE=CACHE, num_warps=WARPS,
+            KEYS=keys, BLOCK_PAIRS=block_pairs, MASKED=mask is not None, STRICT=strict, num_warps=WARPS,
         )  # fmt: skip
         _join_kernel[(batch * heads, triton.cdiv(head_dim, JOINED_DIMS))](
             partial, log_sum, output, splits,
@@ -88,14 +89,13 @@ def _(query, t, value, cos, sin, mask, scaling, strict):
     return query.new_empty(query.shape)
 
 
-def _blocks(blocks: int, rows: int, processors: int) -> int:
-    """How many of the `blocks` of keys a program takes, so that the programs of all `rows` fill the GPU once,
-    or up to four times if that leaves less of it idle.
+def _splits(blocks: int, rows: int, slots: int) -> int:
+    """Into how many splits to cut `blocks` of keys, so that the programs of all `rows` fill the `slots` of
+    the GPU once, or up to four times if that leaves clearly less of it idle.
     """
-    slots = PROGRAMS_PER_PROCESSOR * processors
     choices = [max(1, min(blocks, times * slots // rows)) for times in (1, 2, 3, 4)]
-    splits = max(choices, key=lambda n: n * rows / (triton.cdiv(n * rows, slots) * slots))
-    return triton.cdiv(blocks, splits)
+    busy = [n * rows / (triton.cdiv(n * rows, slots) * slots) for n in choices]
+    return next(n for n, share in zip(choices, busy, strict=True) if share > 0.95 * max(busy))
 
 
 def _processors(x: Tensor) -> int:
@@ -113,99 +113,138 @@ def _split_kernel(
     length, split_keys, splits, scale,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr, SHARES: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr, KEYS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, MASKED: tl.constexpr,
-    STRICT: tl.constexpr, CACHE: tl.constexpr,
+    STRICT: tl.constexpr,
 ):  # fmt: skip
-    # Axes of every tile: key (slot), share, key/value head in it, query head that shares it, pair.
+    # Tiles are loaded in two dimensions, (.., pair), which threads share out in one way, and then have the
+    # axes: key/value head of a warp, query head that shares it, row (share and slot of a key), pair.
     # 64-bit offsets: a long cache has more numbers than 32 bits can count
     chunk, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    ROWS: tl.constexpr = SHARES * KEYS
     group_blocks: tl.constexpr = (GROUPS + BLOCK_GROUPS - 1) // BLOCK_GROUPS
-    slot = tl.arange(0, KEYS)[:, None, None, None, None]
-    share = chunk // group_blocks * SHARES + tl.arange(0, SHARES)[None, :, None, None, None]
-    head = (share * HEADS + tl.arange(0, HEADS)[None, None, :, None, None]).to(tl.int64)
-    group = (
-        chunk % group_blocks * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)[None, None, None, :, None]
-    )
-    query_head = head * GROUPS + group
-    pair = tl.arange(0, BLOCK_PAIRS)[None, None, None, None, :]
-    pair_there, head_there = pair < PAIRS, (head < KV_HEADS) & (pair < PAIRS)
-    group_there = (group < GROUPS) & (head < KV_HEADS)
+    pair = tl.arange(0, BLOCK_PAIRS)[None, :]
+    pair_there = pair < PAIRS
 
+    place = tl.arange(0, HEADS * BLOCK_GROUPS * ROWS)[:, None]
+    head = _head(
+        chunk // group_blocks, place // (BLOCK_GROUPS * ROWS), place % ROWS, SHARES, HEADS, KEYS
+    )
+    group = chunk % group_blocks * BLOCK_GROUPS + place // ROWS % BLOCK_GROUPS
+    of_query = (group < GROUPS) & (head < KV_HEADS)
+    query_head = head * GROUPS + group
     query_ptr += b * query_b + query_head * query_h + pair * query_d
-    of_query = group_there & pair_there
-    with_cos = tl.load(query_ptr, mask=of_query, other=0.0).to(tl.float32) * scale
-    with_sin = tl.load(query_ptr + PAIRS * query_d, mask=of_query, other=0.0).to(tl.float32) * scale
+    with_cos = tl.load(query_ptr, mask=of_query & pair_there, other=0.0).to(tl.float32) * scale
+    with_sin = (
+        tl.load(query_ptr + PAIRS * query_d, mask=of_query & pair_there, other=0.0).to(tl.float32)
+        * scale
+    )
     if not STRICT:
         with_cos, with_sin = with_cos + with_sin, with_sin - with_cos
+    with_cos = with_cos.reshape(HEADS, BLOCK_GROUPS, ROWS, BLOCK_PAIRS)
+    with_sin = with_sin.reshape(HEADS, BLOCK_GROUPS, ROWS, BLOCK_PAIRS)
 
+    place = tl.arange(0, HEADS * ROWS)[:, None]
+    head = _head(chunk // group_blocks, place // ROWS, place % ROWS, SHARES, HEADS, KEYS)
+    slot, of_t = place % KEYS, (head < KV_HEADS) & pair_there
     t_ptr += b * t_b + head * t_g + slot * t_n + pair * t_d
     value_ptr += b * value_b + head * value_g + slot * value_n + pair * value_d
-    cos_ptr += b * cos_b + share * 0 + slot * cos_n + pair * cos_d
-    sin_ptr += b * sin_b + share * 0 + slot * sin_n + pair * sin_d
-    mask_ptr += b * mask_b + slot * mask_n
+    row = tl.arange(0, ROWS)[:, None]
+    cos_ptr += b * cos_b + row % KEYS * cos_n + pair * cos_d
+    sin_ptr += b * sin_b + row % KEYS * sin_n + pair * sin_d
+    mask_ptr += b * mask_b + row % KEYS * mask_n
 
-    greatest = tl.full((KEYS, SHARES, HEADS, BLOCK_GROUPS, 1), float("-inf"), tl.float32)
-    total = tl.zeros((KEYS, SHARES, HEADS, BLOCK_GROUPS, 1), tl.float32)
-    first_sums = tl.zeros((KEYS, SHARES, HEADS, BLOCK_GROUPS, BLOCK_PAIRS), tl.float32)
-    second_sums = tl.zeros((KEYS, SHARES, HEADS, BLOCK_GROUPS, BLOCK_PAIRS), tl.float32)
-    start, end = split * split_keys, min((split + 1) * split_keys, length)
-    there = start + slot < end
-    key = start.to(tl.int64)
-    cos = tl.load(cos_ptr + key * cos_n, mask=there & pair_there, other=0.0)
-    sin = tl.load(sin_ptr + key * sin_n, mask=there & pair_there, other=0.0)
-    t = tl.load(t_ptr + key * t_n, mask=there & head_there, other=0.0, cache_modifier=CACHE)
-    first = tl.load(
-        value_ptr + key * value_n, mask=there & head_there, other=0.0, cache_modifier=CACHE
-    )
-    second = tl.load(
-        value_ptr + key * value_n + PAIRS * value_d,
-        mask=there & head_there,
-        other=0.0,
-        cache_modifier=CACHE,
-    )
-    for start in range(split * split_keys, end, KEYS):
-        there = start + KEYS + slot < end
-        key = tl.cast(start, tl.int64) + KEYS
-        next_cos = tl.load(cos_ptr + key * cos_n, mask=there & pair_there, other=0.0)
-        next_sin = tl.load(sin_ptr + key * sin_n, mask=there & pair_there, other=0.0)
-        next_t = tl.load(
-            t_ptr + key * t_n, mask=there & head_there, other=0.0, cache_modifier=CACHE
-        )
-        next_first = tl.load(
-            value_ptr + key * value_n, mask=there & head_there, other=0.0, cache_modifier=CACHE
-        )
-        next_second = tl.load(
-            value_ptr + key * value_n + PAIRS * value_d,
-            mask=there & head_there,
-            other=0.0,
-            cache_modifier=CACHE,
-        )
+    greatest = tl.full((HEADS, BLOCK_GROUPS, ROWS, 1), float("-inf"), tl.float32)
+    total = tl.zeros((HEADS, BLOCK_GROUPS, ROWS, 1), tl.float32)
+    first_sums = tl.zeros((HEADS, BLOCK_GROUPS, ROWS, BLOCK_PAIRS), tl.float32)
+    second_sums = tl.zeros((HEADS, BLOCK_GROUPS, ROWS, BLOCK_PAIRS), tl.float32)
+    begin, end = split * split_keys, min((split + 1) * split_keys, length)
+    cos, sin, t, first, second = _load(
+        cos_ptr, sin_ptr, t_ptr, value_ptr, value_ptr + PAIRS * value_d, cos_n, sin_n, t_n, value_n,
+        begin, (begin + row % KEYS < end) & pair_there, (begin + slot < end) & of_t,
+    )  # fmt: skip
+    for start in range(begin, end, KEYS):
+        following = start + KEYS
+        next_cos, next_sin, next_t, next_first, next_second = _load(
+            cos_ptr, sin_ptr, t_ptr, value_ptr, value_ptr + PAIRS * value_d, cos_n, sin_n, t_n, value_n,
+            following, (following + row % KEYS < end) & pair_there, (following + slot < end) & of_t,
+        )  # fmt: skip
 
-        allowed = start + slot < end
+        allowed = start + row % KEYS < end
         if MASKED:
             allowed &= (
                 tl.load(mask_ptr + tl.cast(start, tl.int64) * mask_n, mask=allowed, other=0) != 0
             )
-        weights = with_cos * cos.to(tl.float32) + with_sin * sin.to(tl.float32)
-        scores = tl.sum(t.to(tl.float32) * weights, axis=4, keep_dims=True)
-        scores = tl.where(allowed, scores, float("-inf"))
+        t = t.to(tl.float32).reshape(HEADS, 1, ROWS, BLOCK_PAIRS)
+        weights = (
+            with_cos * cos.to(tl.float32)[None, None] + with_sin * sin.to(tl.float32)[None, None]
+        )
+        scores = tl.where(
+            allowed[None, None], tl.sum(t * weights, axis=3, keep_dims=True), float("-inf")
+        )
         above = tl.maximum(greatest, scores)
         origin = tl.where(above == float("-inf"), 0.0, above)  # no key of this slot is allowed yet
         weights, fade = tl.exp2(scores - origin), tl.exp2(greatest - origin)
         total = total * fade + weights
-        first_sums = first_sums * fade + weights * first.to(tl.float32)
-        second_sums = second_sums * fade + weights * second.to(tl.float32)
+        first_sums = first_sums * fade + weights * first.to(tl.float32).reshape(
+            HEADS, 1, ROWS, BLOCK_PAIRS
+        )
+        second_sums = second_sums * fade + weights * second.to(tl.float32).reshape(
+            HEADS, 1, ROWS, BLOCK_PAIRS
+        )
         greatest = above
         cos, sin, t, first, second = next_cos, next_sin, next_t, next_first, next_second
 
-    above = tl.max(greatest, axis=0, keep_dims=True)
+    # The slots of a share are joined; what is stored: (key/value head, query head, share, pair)
+    greatest = greatest.reshape(HEADS * BLOCK_GROUPS * SHARES, KEYS, 1)
+    above = tl.max(greatest, axis=1, keep_dims=True)
     fade = tl.exp2(greatest - tl.where(above == float("-inf"), 0.0, above))
-    total = tl.sum(total * fade, axis=0, keep_dims=True)
+    total = tl.sum(
+        total.reshape(HEADS * BLOCK_GROUPS * SHARES, KEYS, 1) * fade, axis=1, keep_dims=True
+    )
     fade /= tl.where(total == 0, 1.0, total)
-    place = (b * KV_HEADS * GROUPS + query_head) * splits + split
-    tl.store(log_sum_ptr + place, above + tl.log2(total), mask=group_there)
-    partial_ptr += place * (2 * PAIRS) + pair
-    tl.store(partial_ptr, tl.sum(first_sums * fade, axis=0, keep_dims=True), mask=of_query)
-    tl.store(partial_ptr + PAIRS, tl.sum(second_sums * fade, axis=0, keep_dims=True), mask=of_query)
+    first_sums = tl.sum(
+        first_sums.reshape(HEADS * BLOCK_GROUPS * SHARES, KEYS, BLOCK_PAIRS) * fade, axis=1
+    )
+    second_sums = tl.sum(
+        second_sums.reshape(HEADS * BLOCK_GROUPS * SHARES, KEYS, BLOCK_PAIRS) * fade, axis=1
+    )
+    place = tl.arange(0, HEADS * BLOCK_GROUPS * SHARES)[:, None]
+    head = _head(
+        chunk // group_blocks,
+        place // (BLOCK_GROUPS * SHARES),
+        place % SHARES * KEYS,
+        SHARES,
+        HEADS,
+        KEYS,
+    )
+    group = chunk % group_blocks * BLOCK_GROUPS + place // SHARES % BLOCK_GROUPS
+    of_query = (group < GROUPS) & (head < KV_HEADS)
+    place = (b * KV_HEADS * GROUPS + head * GROUPS + group) * splits + split
+    log_sum = (above + tl.log2(total)).reshape(HEADS * BLOCK_GROUPS * SHARES, 1)
+    tl.store(log_sum_ptr + place, log_sum, mask=of_query)
+    tl.store(partial_ptr + place * (2 * PAIRS) + pair, first_sums, mask=of_query & pair_there)
+    tl.store(
+        partial_ptr + place * (2 * PAIRS) + PAIRS + pair, second_sums, mask=of_query & pair_there
+    )
+
+
+@triton.jit
+def _head(chunk, head, row, SHARES: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr):
+    """The key/value head of a row of the program's `chunk`: the `head`-th of the row's share."""
+    return ((chunk * SHARES + row // KEYS) * HEADS + head).to(tl.int64)
+
+
+@triton.jit
+def _load(
+    cos_ptr, sin_ptr, t_ptr, first_ptr, second_ptr, cos_n, sin_n, t_n, value_n, key, angle_there, there
+):  # fmt: skip
+    """What a block of keys needs from `key` on; the two halves of values apart, because a half has t's shape."""
+    key = tl.cast(key, tl.int64)
+    cos = tl.load(cos_ptr + key * cos_n, mask=angle_there, other=0.0)
+    sin = tl.load(sin_ptr + key * sin_n, mask=angle_there, other=0.0)
+    t = tl.load(t_ptr + key * t_n, mask=there, other=0.0)
+    first = tl.load(first_ptr + key * value_n, mask=there, other=0.0)
+    second = tl.load(second_ptr + key * value_n, mask=there, other=0.0)
+    return cos, sin, t, first, second
 
 
 @triton.jit(do_not_specialize=["splits"])

@@ -12,8 +12,8 @@ attention   one layer. LLaMA's runs by SDPA's kernels and FlexAttention, and the
 step        one token of the whole model, on a growing cache of random numbers, the kind that
             `generate` uses by default
 generate    `model.generate` with a static cache, which transformers compiles on a GPU; seconds for
-            each new token after the first, as a streamer receives them. LLaMA with `sdpa`, CoCA
-            with `sdpa` and with `coca`
+            each new token after the first, as a streamer receives them, and how long the GPU
+            works on one. LLaMA with `sdpa`, CoCA with `sdpa` and with `coca`
 tune        CoCA's kernel at all sizes of its programs
 
 Every run but `tune` also counts the bytes of the caches.
@@ -41,6 +41,7 @@ from measure import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
 from transformers.generation.streamers import BaseStreamer
 
 from coca_hf.kernels import DECODERS
@@ -71,7 +72,7 @@ def main() -> None:
     run = {"attention": attention, "step": step, "generate": generate, "tune": tune}[options.what]
     columns = {
         **{"rival": "rival", "length": "length", "batch": "batch"},
-        **{"us a token": ("seconds", 1e6), "GB/s": "gb_per_second"},
+        **{"us a token": ("seconds", 1e6), "of it on the GPU": ("gpu_seconds", 1e6), "GB/s": "gb_per_second"},
         **{"x LLaMA's fastest": "over_llama", "cache bytes a token": "cache_bytes_per_token"},
         "error": "error",
     }
@@ -250,9 +251,8 @@ def step(length: int, batch: int, options) -> list[dict]:
 
 
 TUNED = {  # constants of coca_hf/kernels/decode.py
-    "HEADS": (2, 4),
+    "HEADS": (1, 2, 4),
     "SHARES": (1, 2, 4),
-    "CACHE": ("", ".cg"),
     "PROGRAMS_PER_PROCESSOR": (2, 3, 6),
 }
 
@@ -303,19 +303,20 @@ def generate(length: int, batch: int, options) -> list[dict]:
         ("CoCA slack", "coca"),
     ):
         model = make_model(name, options.shape, options.dtype, backend, **fields)
+        run = functools.partial(
+            model.generate,
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=options.new_tokens,
+            min_new_tokens=options.new_tokens,
+            do_sample=False,
+            cache_implementation="static",
+            pad_token_id=0,
+        )
         times, whole = [], []
         for _ in range(2 + min(options.repeats, 3)):
             began, clock = time.perf_counter(), Clock()
-            output = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=options.new_tokens,
-                min_new_tokens=options.new_tokens,
-                do_sample=False,
-                cache_implementation="static",
-                pad_token_id=0,
-                streamer=clock,
-            )
+            output = run(streamer=clock)
             whole.append(clock.ticks[-1] - began)
             first, *_, last = clock.ticks[1:]  # the first tick is the prompt
             times.append((last - first) / (options.new_tokens - 1))
@@ -327,6 +328,7 @@ def generate(length: int, batch: int, options) -> list[dict]:
                 **{"rival": f"{name} {backend}", **about},
                 "seconds": statistics.median(times[2:]),
                 "whole_seconds": statistics.median(whole[2:]),
+                "gpu_seconds": busy_seconds(run) if DEVICE == "cuda" else None,
                 "relative_error": None if name == "LLaMA" else generate_error(model, options.dtype),
             }
         )
@@ -339,16 +341,28 @@ def generate(length: int, batch: int, options) -> list[dict]:
 
 
 class Clock(BaseStreamer):
-    """When each token reached the CPU, the prompt first."""
+    """When each token reached the CPU, the prompt first. A profiler starts after the first token."""
 
-    def __init__(self) -> None:
+    def __init__(self, profiler: profile | None = None) -> None:
         self.ticks: list[float] = []
+        self.profiler = profiler
 
     def put(self, value: torch.Tensor) -> None:
         self.ticks.append(time.perf_counter())
+        if self.profiler and len(self.ticks) == 2:
+            self.profiler.start()
 
     def end(self) -> None:
-        pass
+        if self.profiler:
+            self.profiler.stop()
+
+
+def busy_seconds(run) -> float:
+    """For each token after the first, how long the GPU works on it, by the profiler."""
+    clock = Clock(profile(activities=[ProfilerActivity.CUDA]))
+    run(streamer=clock)
+    kernels = clock.profiler.key_averages()
+    return sum(one.self_device_time_total for one in kernels) / 1e6 / (len(clock.ticks) - 2)
 
 
 def generate_error(model, dtype: torch.dtype) -> float:

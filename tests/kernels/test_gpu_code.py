@@ -23,6 +23,13 @@ from coca_hf.kernels import decode, fold
 
 POINTERS = {"mask_ptr": "*u8", "partial_ptr": "*fp32", "log_sum_ptr": "*fp32"}
 
+def loop(ptx):
+    # the lines from a label that is jumped back to, to that jump
+    lines = ptx.splitlines()
+    labels = {line.strip().split(":")[0]: number for number, line in enumerate(lines) if line.startswith("$")}
+    jumps = [(number, line.split()[-1].strip(";")) for number, line in enumerate(lines) if "bra" in line]
+    return [line for end, label in jumps for line in lines[labels[label] : end]]
+
 def compiled(kernel, arch, num_warps, num_stages, **constants):
     signature, aligned = {}, {}
     for place, name in enumerate(kernel.arg_names):
@@ -43,6 +50,7 @@ def compiled(kernel, arch, num_warps, num_stages, **constants):
         "shared": made.metadata.shared,
         "cubin": len(made.asm["cubin"]),
         "wide loads": sum("v4" in line for line in ptx.splitlines() if "ld.global" in line),
+        "loop barriers": sum("bar.sync" in line for line in loop(ptx)),
         "wide": all("v4" in line for line in ptx.splitlines() if "ld.global" in line),
     }
 
@@ -55,7 +63,7 @@ for arch, strict in ((89, True), (90, False)):
         )
     found[f"_split_kernel {arch}"] = compiled(
         decode._split_kernel, arch, decode.WARPS, 3, KV_HEADS=32, GROUPS=1, PAIRS=64, HEADS=decode.HEADS,
-        SHARES=decode.SHARES, BLOCK_GROUPS=1, KEYS=4, BLOCK_PAIRS=64, MASKED=True, STRICT=strict, CACHE=decode.CACHE,
+        SHARES=decode.SHARES, BLOCK_GROUPS=1, KEYS=4, BLOCK_PAIRS=64, MASKED=True, STRICT=strict,
     )
     found[f"_join_kernel {arch}"] = compiled(
         decode._join_kernel, arch, 8, 3, HEAD_DIM=128, BLOCK_DIM=decode.JOINED_DIMS, BLOCK_SPLITS=decode.JOINED
@@ -84,8 +92,15 @@ def test_the_fold_reads_16_bytes_at_a_time(found):
 
 
 def test_decoding_reads_t_and_values_16_bytes_at_a_time(found):
-    # of a thread: keys, heads, numbers over threads and numbers in 16 bytes
-    loads = 4 * 8 * (64 + 128) // (32 * 4 * 8)
+    # of a thread, before the loop and in it: t and the halves of values, for two heads; cos and sin;
+    # the halves of two queries
+    loads = 2 * (3 * 2 + 2) + 2 * 2
     assert all(
         one["wide loads"] == loads for name, one in found.items() if name.startswith("_split")
+    )
+
+
+def test_threads_exchange_nothing_while_they_decode(found):
+    assert all(
+        one["loop barriers"] == 0 for name, one in found.items() if name.startswith("_split")
     )
