@@ -57,8 +57,9 @@ part2() {
     bench 90 train train --lengths 2048 --repeats 10
     bench 60 prefill-350m model --shape 350m --lengths 32768 --repeats 3
     bench 90 fold attention --mode fold --lengths 2048 8192 32768 --repeats 20
-    bench 90 decode-gqa decode --shape llama-3-8b --lengths 32768 --batches 1 8
-    bench 300 tune decode --what tune --lengths 32768 --repeats 10
+    bench 90 decode-gqa decode --shape llama-3-8b --lengths 32768 --batches 1 8 32
+    bench 200 tune decode --what tune --lengths 32768 --batches 1 8 32 --repeats 5
+    bench 200 tune-gqa decode --what tune --shape llama-3-8b --lengths 32768 --batches 1 8 32 --repeats 5
 }
 part3() {
     bench 300 generate decode --what generate --lengths 32768 --layers 8 --repeats 2
