@@ -87,7 +87,7 @@ class Rows:
 
     def __init__(self, path: Path, dtype: str, width: int, parts: Sequence[Part]):
         self.path, self.dtype, self.width = path, np.dtype(dtype), width
-        self.parts = [(end, digest) for end, digest in parts]
+        self.parts = list(parts)
         self.row_bytes = width * self.dtype.itemsize
         self._checked: set[int] = set()
 
@@ -304,17 +304,18 @@ class Corpus:
 
     def _described(self, file: Path, known: dict[str, Any]) -> str:
         """Size and hash of a file; it is read unless `known` has its hash, and added there."""
-        stat, name = file.stat(), str(file.absolute())
-        state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
-        match known.get(name):
-            case [before, str(digest)] if before == state:
-                return f"{stat.st_size:,} bytes, xxh3_128 {digest}"
-        is_fresh = time.time() - max(state[1:]) / 1e9 < FRESH_SECONDS
-        if stat.st_size >= LARGE_FILE:
-            print(f"{file}: hashing {size_in_words(stat.st_size)}, once", flush=True)
+        name = str(file.absolute())
         try:
+            stat = file.stat()
+            state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+            match known.get(name):
+                case [before, str(digest)] if before == state:
+                    return f"{stat.st_size:,} bytes, xxh3_128 {digest}"
+            is_fresh = time.time() - max(state[1:]) / 1e9 < FRESH_SECONDS
+            if stat.st_size >= LARGE_FILE:
+                print(f"{file}: hashing {size_in_words(stat.st_size)}, once", flush=True)
             digest = file_hash(file, self._check_stop) or "of no file"
-        except OSError as error:
+        except OSError as error:  # such as a link to a file that is gone
             raise CocaError(
                 f"{file}: cannot be read: {error.strerror}; mend or remove it"
             ) from None
@@ -371,8 +372,9 @@ class Corpus:
             commits = self.blocks().state["commits"] or commits
         sources = self.data.sources
         if commits is None:
-            commits = [source.path and commit_of(source.path, source.commit) for source in sources]
-        commits = [commit or None for commit in commits]
+            commits = [
+                commit_of(source.path, source.commit) if source.path else None for source in sources
+            ]
         for source, commit in zip(sources, commits, strict=True):
             source.pin_(commit)
         return commits
@@ -458,7 +460,7 @@ class Corpus:
                 for of_file in rows.values():
                     of_file.end_part()
                 state["parts"] = {name: of_file.parts for name, of_file in rows.items()}
-                state["sources"] = {number: source.state for number, source in sources.items()}
+                state["sources"] = {str(number): each.state for number, each in sources.items()}
                 kept = {"xxh3_128": _state_hash(state), "state": state}
                 replace_text(self.directory / "state.json", json.dumps(kept))
 
@@ -496,20 +498,17 @@ class Corpus:
         return {"commits": commits, **chosen, "parts": {}, "sources": {}}
 
     @property
-    def _texts(self) -> dict[str, Source]:
-        """The sources that have documents, by their number in JSON."""
-        return {
-            str(number): source for number, source in enumerate(self.data.sources) if source.path
-        }
+    def _texts(self) -> dict[int, Source]:
+        """The sources that have documents, by their number."""
+        return {number: source for number, source in enumerate(self.data.sources) if source.path}
 
     def _packed(
         self, rows: dict[str, GrowingRows], state: dict[str, Any]
-    ) -> dict[str, "_PackedSource"]:
+    ) -> dict[int, "_PackedSource"]:
         self.pin_(state["commits"])
-        packed = {}
+        rule, packed = HeldOut(*state["rule"]), {}
         for number, source in self._texts.items():
-            read = state["sources"].get(number, {**UNREAD})
-            rule = HeldOut(*state["rule"])
+            read = state["sources"].get(str(number), {**UNREAD})
             pieces = batches(self._pieces(source, rule, read["document"], read["character"]))
             packed[number] = _PackedSource(read, pieces, self.encoder, rows[f"source-{number}"])
         return packed
@@ -532,20 +531,20 @@ class Corpus:
             yield document
 
     def _order(
-        self, packed: dict[str, "_PackedSource"], rows: dict[str, GrowingRows]
+        self, packed: dict[int, "_PackedSource"], rows: dict[str, GrowingRows]
     ) -> Iterator[tuple[int, int]]:
         """The source of block 0, 1, … and its row in that source's file, without end."""
         seed, sources = self.data.seed, self.data.sources
         names = [f"{seed} source {number}" for number in range(len(sources))]
         texts = {
-            number: self._order_of_text(source, packed[number], names[int(number)])
+            number: self._order_of_text(source, packed[number], names[number])
             for number, source in self._texts.items()
         }
         streams = [
-            texts[str(number)]
-            if source.path
-            else self._order_of_lookups(texts, rows, rows[f"source-{number}"], names[number])
-            for number, source in enumerate(sources)
+            texts[number]
+            if number in texts
+            else self._order_of_lookups(texts, rows, number, names[number])
+            for number in range(len(sources))
         ]
         draw, weights = random.Random(f"{seed} sources"), [source.weight for source in sources]
         while True:
@@ -569,22 +568,22 @@ class Corpus:
 
     def _order_of_lookups(
         self,
-        texts: dict[str, Iterator[int]],
+        texts: dict[int, Iterator[int]],
         rows: dict[str, GrowingRows],
-        made: GrowingRows,
+        number: int,
         name: str,
     ) -> Iterator[int]:
-        """Make blocks of lookups, each fixed by its number and the block of text that it uses."""
-        lookups = Lookups(self.tokenizer)
-        weights = [self.data.sources[int(number)].weight for number in texts]
-        for number in itertools.count():
-            draw = random.Random(f"{name} block {number}")
-            [source] = draw.choices([*texts], weights)
-            text = next(texts[source])
-            if number >= made.written:
-                ids, answers = lookups.block(rows[f"source-{source}"].read(text).tolist(), draw)
+        """Make blocks of lookups, each fixed by its row and the block of text that it uses."""
+        lookups, made = Lookups(self.tokenizer), rows[f"source-{number}"]
+        weights = [self.data.sources[text].weight for text in texts]
+        for row in itertools.count():
+            draw = random.Random(f"{name} block {row}")
+            [text] = draw.choices([*texts], weights)
+            used = next(texts[text])
+            if row >= made.written:
+                ids, answers = lookups.block(rows[f"source-{text}"].read(used).tolist(), draw)
                 made.append(np.array([ids]) + ANSWER * np.array([answers]))
-            yield number
+            yield row
 
     def _too_short(self, source: Source) -> CocaError:
         return CocaError(
