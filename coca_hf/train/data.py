@@ -360,7 +360,7 @@ class Corpus:
         except Damaged:
             return False
 
-    def pin_(self, commits: Sequence[str | None] | None = None) -> list[str | None]:
+    def pin_(self, commits: list[str | None] | None = None) -> list[str | None]:
         """Read the data sets on the hub at these commits, by default their present ones; returns
         them.
 
@@ -494,8 +494,8 @@ class Corpus:
         # Another source may have a document, too, and must not train on what is held out of this one
         rule = HeldOut(*map(max, *(rule for rule, _ in found), HeldOut()))
         held_out = torch.cat([blocks for _, blocks in found]).numpy()
-        chosen = {"rule": rule, "held_out_blocks": held_out}
-        return {"commits": commits, **chosen, "parts": {}, "sources": {}}
+        state = {"commits": commits, "rule": rule, "parts": {}, "sources": {}}
+        return state | {"held_out_blocks": held_out}  # which `_write` moves into their file
 
     @property
     def _texts(self) -> dict[int, Source]:
