@@ -73,7 +73,7 @@ SHUFFLE_TOKENS = 2**21  # of a source, from which its next block is drawn: 1024 
 STATE_TOKENS = 2**25  # between two states: what a killed preparation draws and tokenises again
 FRESH_SECONDS = 2.0  # within which a file may change again and keep its times
 LARGE_FILE = 2**30  # bytes: hashing them takes long enough to say so
-UNREAD = {"document": 0, "character": 0, "waiting": [], "is_read": False}  # see _PackedSource
+UNREAD = {"document": 0, "character": 0, "waiting": [], "is_read": False}  # see _packed
 
 Part = tuple[int, str]  # its end, in rows, and its xxh3_128
 
@@ -451,7 +451,6 @@ class Corpus:
             rows = {name: opened.enter_context(of_file) for name, of_file in files.items()}
             if "held_out_blocks" in state:
                 rows["held-out"].append(state.pop("held_out_blocks"))
-            sources = self._packed(rows, state)
             drawn: list[tuple[int, int]] = []
 
             def save() -> None:
@@ -460,11 +459,11 @@ class Corpus:
                 for of_file in rows.values():
                     of_file.end_part()
                 state["parts"] = {name: of_file.parts for name, of_file in rows.items()}
-                state["sources"] = {str(number): each.state for number, each in sources.items()}
                 kept = {"xxh3_128": _state_hash(state), "state": state}
                 replace_text(self.directory / "state.json", json.dumps(kept))
 
-            order = enumerate(itertools.islice(self._order(sources, rows), num_blocks))
+            self.pin_(state["commits"])
+            order = enumerate(itertools.islice(self._order(rows, state), num_blocks))
             # None: a bar only on a terminal
             bar = {"leave": False, "disable": None if PartialState().is_main_process else True}
             progress = tqdm(order, "preparing blocks", num_blocks, dynamic_ncols=True, **bar)
@@ -502,17 +501,6 @@ class Corpus:
         """The sources that have documents, by their number."""
         return {number: source for number, source in enumerate(self.data.sources) if source.path}
 
-    def _packed(
-        self, rows: dict[str, GrowingRows], state: dict[str, Any]
-    ) -> dict[int, "_PackedSource"]:
-        self.pin_(state["commits"])
-        rule, packed = HeldOut(*state["rule"]), {}
-        for number, source in self._texts.items():
-            read = state["sources"].get(str(number), {**UNREAD})
-            pieces = batches(self._pieces(source, rule, read["document"], read["character"]))
-            packed[number] = _PackedSource(read, pieces, self.encoder, rows[f"source-{number}"])
-        return packed
-
     def _pieces(
         self, source: Source, held_out: HeldOut, document: int, character: int
     ) -> Iterator[Piece]:
@@ -531,15 +519,19 @@ class Corpus:
             yield document
 
     def _order(
-        self, packed: dict[int, "_PackedSource"], rows: dict[str, GrowingRows]
+        self, rows: dict[str, GrowingRows], state: dict[str, Any]
     ) -> Iterator[tuple[int, int]]:
         """The source of block 0, 1, … and its row in that source's file, without end."""
-        seed, sources = self.data.seed, self.data.sources
+        seed, sources, rule = self.data.seed, self.data.sources, HeldOut(*state["rule"])
         names = [f"{seed} source {number}" for number in range(len(sources))]
-        texts = {
-            number: self._order_of_text(source, packed[number], names[number])
-            for number, source in self._texts.items()
-        }
+        texts = {}
+        for number, source in self._texts.items():
+            read, made = (
+                state["sources"].setdefault(str(number), {**UNREAD}),
+                rows[f"source-{number}"],
+            )
+            first_pass = self._packed(source, rule, read, made)
+            texts[number] = self._order_of_text(source, first_pass, made, names[number])
         streams = [
             texts[number]
             if number in texts
@@ -551,11 +543,33 @@ class Corpus:
             [number] = draw.choices(range(len(sources)), weights)
             yield number, next(streams[number])
 
-    def _order_of_text(self, source: Source, packed: "_PackedSource", name: str) -> Iterator[int]:
-        """The blocks of one source in the order of training, pass after pass."""
+    def _packed(
+        self, source: Source, held_out: HeldOut, read: dict[str, Any], rows: GrowingRows
+    ) -> Iterator[int]:
+        """The rows of a source in the order of its documents, tokenised unless they are on disk.
+
+        read: how far the source is read, kept up to date: documents, characters of the next one,
+        the tokens that wait for their block to fill, and whether everything is read.
+        """
+        yield from range(rows.written)
+        if read["is_read"]:
+            return
+        for batch in batches(self._pieces(source, held_out, read["document"], read["character"])):
+            waiting = np.array(read["waiting"], dtype="int64")
+            tokens = np.concatenate((waiting, self.encoder(batch).numpy()))
+            first, whole = rows.written, len(tokens) // rows.width * rows.width
+            rows.append(tokens[:whole].reshape(-1, rows.width))
+            place = {"document": batch[-1].document, "character": batch[-1].character}
+            read |= place | {"waiting": tokens[whole:].tolist()}
+            yield from range(first, rows.written)
+        read["is_read"] = True
+
+    def _order_of_text(
+        self, source: Source, unread: Iterator[int], rows: GrowingRows, name: str
+    ) -> Iterator[int]:
+        """The rows of one source in the order of training, pass after pass; `unread`: the first."""
         for pass_number in itertools.count():
             draw = random.Random(f"{name} pass {pass_number}")
-            unread = itertools.takewhile(packed.has, itertools.count())
             buffer = list(itertools.islice(unread, max(SHUFFLE_TOKENS // self.data.seq_len, 1)))
             if not buffer:
                 raise self._too_short(source)
@@ -565,6 +579,7 @@ class Corpus:
                 yield drawn
             draw.shuffle(buffer)
             yield from buffer
+            unread = iter(range(rows.written))
 
     def _order_of_lookups(
         self,
@@ -590,40 +605,6 @@ class Corpus:
             f"{source.path}: got fewer than {self.data.seq_len} tokens in all its documents "
             "together, expected a block or more; add text or lower data.seq_len"
         )
-
-
-class _PackedSource:
-    """The blocks of a source in the order of its documents, tokenised when first asked for.
-
-    state: how far the source is read: documents, characters of the next one, the tokens that wait
-    for their block to fill, and whether everything is read.
-    """
-
-    def __init__(
-        self,
-        state: dict[str, Any],
-        unread: Iterator[list[Piece]],
-        encoder: Encoder,
-        rows: GrowingRows,
-    ):
-        self.state, self._batches, self._encoder, self._rows = state, unread, encoder, rows
-
-    def has(self, number: int) -> bool:
-        while number >= self._rows.written and not self.state["is_read"]:
-            batch = next(self._batches, None)
-            if batch is None:
-                self.state["is_read"] = True
-            else:
-                self._append(batch)
-        return number < self._rows.written
-
-    def _append(self, batch: list[Piece]) -> None:
-        waiting = np.array(self.state["waiting"], dtype="int64")
-        tokens = np.concatenate((waiting, self._encoder(batch).numpy()))
-        whole = len(tokens) // self._rows.width * self._rows.width
-        self._rows.append(tokens[:whole].reshape(-1, self._rows.width))
-        place = {"document": batch[-1].document, "character": batch[-1].character}
-        self.state |= place | {"waiting": tokens[whole:].tolist()}
 
 
 def _kept_hashes(file: Path) -> dict[str, Any]:
