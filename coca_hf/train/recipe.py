@@ -183,7 +183,7 @@ class Data(StrictMapping):
     2309.10400).
     """
 
-    seq_len: int = Field(ge=2)
+    seq_len: int = Field(ge=2, lt=2**31)
     sources: list[Source] = Field(min_length=1)
     seed: int = Field(default=0, strict=True)
     held_out_blocks: int = Field(default=64, ge=0, strict=True)
@@ -308,10 +308,11 @@ class Stage(StrictMapping):
 class Recipe(StrictMapping):
     """A checked recipe. `to_dict` gives its file's shape, with every default filled in."""
 
-    model: str | None = None
-    tokenizer: str | None = None
+    model: str | None = Field(default=None, min_length=1)
+    tokenizer: str | None = Field(default=None, min_length=1)
     config: dict[str, Any] = {}
-    teacher: str | None = None  # the original model, if an objective needs it
+    # The original model, if an objective needs it
+    teacher: str | None = Field(default=None, min_length=1)
     data: Data
     training: dict[str, Any] = Field(default={}, validate_default=True)
     stages: list[Stage] = Field(min_length=1)
@@ -596,7 +597,8 @@ def _explain(tree: Any, problem: Any) -> str:
         return where + problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "missing":
         return f"{where}missing, expected a value"
-    own = {"dict_type": "a mapping", "model_type": "a mapping", "too_short": "one or more"}
+    own = {"dict_type": "a mapping", "model_type": "a mapping"}
+    own |= {"too_short": "one or more", "string_too_short": "a name"}
     expected = own.get(problem["type"]) or problem["msg"].removeprefix("Input should be ")
     return f"{where}got {short(problem['input'])}, expected {expected}"
 

@@ -203,7 +203,7 @@ def _flat(tree: Any, path: str = "") -> dict[str, Any]:
     """A tree's values by their dotted paths, with stages by name, to compare two recipes."""
     if isinstance(tree, dict):
         items = {str(key): value for key, value in tree.items()}
-    elif isinstance(tree, list) and tree and isinstance(tree[0], dict):
+    elif isinstance(tree, list) and tree and all(isinstance(item, dict) for item in tree):
         items = {str(item.get("name", number)): item for number, item in enumerate(tree)}
     else:
         return {path: tree}
