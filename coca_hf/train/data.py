@@ -274,15 +274,11 @@ class Corpus:
         self.data, self.tokenizer, self.encoder = data, tokenizer, Encoder(tokenizer)
         self._check_stop = check_stop
 
-    @cached_property
-    def files(self) -> list[dict[str, str]]:
+    def _contents(self) -> list[dict[str, str]]:
         """Size and hash of the local files of each source, by the names that their documents have.
 
         Raises CocaError for a file that cannot be read, and for options that do not apply to it.
         """
-        return self._contents()
-
-    def _contents(self) -> list[dict[str, str]]:
         kept_in, contents = Path(self.data.prepared) / "files.json", []
         kept = _kept_hashes(kept_in)
         known = dict(kept)
@@ -301,6 +297,8 @@ class Corpus:
                     kept_in.parent.mkdir(parents=True, exist_ok=True)
                     replace_text(kept_in, json.dumps(known))
         return contents
+
+    files = cached_property(_contents)  # as they are when the blocks get their name
 
     def _described(self, file: Path, known: dict[str, Any]) -> str:
         """Size and hash of a file; it is read unless `known` has its hash, and added there."""

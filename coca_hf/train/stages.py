@@ -224,7 +224,6 @@ def _run_stage(recipe: Recipe, stage: ResolvedStage, blocks: Blocks, stop: StopR
             arguments,
             default_data_collator,
             DealtBlocks(blocks, place["next_block"], arguments.train_batch_size, group, groups),
-            callbacks=[log],
             log=log,
             options=options,
             held_out=blocks.held_out,

@@ -91,7 +91,7 @@ class StageTrainer(Trainer):
         objective: Objective | None = None,
         **kwargs,
     ):
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, callbacks=[log], **kwargs)
         plugin = self.accelerator.state.fsdp_plugin if self.accelerator.is_fsdp2 else None
         if plugin and (policy := plugin.mixed_precision_policy):
             plugin.mixed_precision_policy = sharded_precision(policy.param_dtype)
