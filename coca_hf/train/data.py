@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -157,23 +157,13 @@ class GrowingRows(Rows):
             self._hash = xxhash.xxh3_128()
 
 
-AnyRows = TypeVar("AnyRows", bound=Rows)
-
-
-def _rows_of(
-    kind: type[AnyRows],
-    directory: Path,
-    seq_len: int,
-    dtypes: Sequence[str],
-    parts: dict[str, list[Part]],
-) -> dict[str, AnyRows]:
-    """Every file of rows in a directory, by name."""
+def _files_of_rows(
+    directory: Path, seq_len: int, dtypes: Sequence[str]
+) -> dict[str, tuple[Path, str, int]]:
+    """Path, dtype and width of every file of rows in a directory, by name."""
     sizes = {f"source-{number}": (dtype, seq_len) for number, dtype in enumerate(dtypes)}
     sizes |= {"held-out": ("uint32", seq_len), "order": ("uint32", 2)}
-    return {
-        name: kind(directory / f"{name}.bin", *size, parts.get(name, []))
-        for name, size in sizes.items()
-    }
+    return {name: (directory / f"{name}.bin", *size) for name, size in sizes.items()}
 
 
 class Blocks:
@@ -187,7 +177,8 @@ class Blocks:
     def __init__(self, directory: Path, data: Data, dtypes: Sequence[str]):
         self.directory, self._data = directory, data
         self.state = _read_state(directory)
-        self._rows = _rows_of(Rows, directory, data.seq_len, dtypes, self.state["parts"])
+        files, parts = _files_of_rows(directory, data.seq_len, dtypes), self.state["parts"]
+        self._rows = {name: Rows(*file, parts[name]) for name, file in files.items()}
         self._order, self._held_out = self._rows["order"], self._rows["held-out"]
 
     def __len__(self) -> int:
@@ -438,15 +429,12 @@ class Corpus:
             state, first = self._first_state(), 0
         if first >= num_blocks:
             return
-        files = _rows_of(
-            GrowingRows,
-            self.directory,
-            self.data.seq_len,
-            self.made_of["dtypes"],
-            state["parts"],
-        )
+        files = _files_of_rows(self.directory, self.data.seq_len, self.made_of["dtypes"])
         with ExitStack() as opened:
-            rows = {name: opened.enter_context(of_file) for name, of_file in files.items()}
+            rows: dict[str, GrowingRows] = {}
+            for name, place in files.items():
+                growing = GrowingRows(*place, state["parts"].get(name, []))
+                rows[name] = opened.enter_context(growing)
             if "held_out_blocks" in state:
                 rows["held-out"].append(state.pop("held_out_blocks"))
             drawn: list[tuple[int, int]] = []
