@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -73,7 +73,7 @@ SHUFFLE_TOKENS = 2**21  # of a source, from which its next block is drawn: 1024 
 STATE_TOKENS = 2**25  # between two states: what a killed preparation draws and tokenises again
 FRESH_SECONDS = 2.0  # within which a file may change again and keep its times
 LARGE_FILE = 2**30  # bytes: hashing them takes long enough to say so
-UNREAD = {"document": 0, "character": 0, "waiting": [], "is_read": False}  # see _PackedSource
+UNREAD = {"document": 0, "character": 0, "waiting": [], "is_read": False}  # see _packed
 
 Part = tuple[int, str]  # its end, in rows, and its xxh3_128
 
@@ -87,7 +87,7 @@ class Rows:
 
     def __init__(self, path: Path, dtype: str, width: int, parts: Sequence[Part]):
         self.path, self.dtype, self.width = path, np.dtype(dtype), width
-        self.parts = [(end, digest) for end, digest in parts]
+        self.parts = list(parts)
         self.row_bytes = width * self.dtype.itemsize
         self._checked: set[int] = set()
 
@@ -157,23 +157,13 @@ class GrowingRows(Rows):
             self._hash = xxhash.xxh3_128()
 
 
-AnyRows = TypeVar("AnyRows", bound=Rows)
-
-
-def _rows_of(
-    kind: type[AnyRows],
-    directory: Path,
-    seq_len: int,
-    dtypes: Sequence[str],
-    parts: dict[str, list[Part]],
-) -> dict[str, AnyRows]:
-    """Every file of rows in a directory, by name."""
+def _files_of_rows(
+    directory: Path, seq_len: int, dtypes: Sequence[str]
+) -> dict[str, tuple[Path, str, int]]:
+    """Path, dtype and width of every file of rows in a directory, by name."""
     sizes = {f"source-{number}": (dtype, seq_len) for number, dtype in enumerate(dtypes)}
     sizes |= {"held-out": ("uint32", seq_len), "order": ("uint32", 2)}
-    return {
-        name: kind(directory / f"{name}.bin", *size, parts.get(name, []))
-        for name, size in sizes.items()
-    }
+    return {name: (directory / f"{name}.bin", *size) for name, size in sizes.items()}
 
 
 class Blocks:
@@ -187,7 +177,8 @@ class Blocks:
     def __init__(self, directory: Path, data: Data, dtypes: Sequence[str]):
         self.directory, self._data = directory, data
         self.state = _read_state(directory)
-        self._rows = _rows_of(Rows, directory, data.seq_len, dtypes, self.state["parts"])
+        files, parts = _files_of_rows(directory, data.seq_len, dtypes), self.state["parts"]
+        self._rows = {name: Rows(*file, parts[name]) for name, file in files.items()}
         self._order, self._held_out = self._rows["order"], self._rows["held-out"]
 
     def __len__(self) -> int:
@@ -274,15 +265,11 @@ class Corpus:
         self.data, self.tokenizer, self.encoder = data, tokenizer, Encoder(tokenizer)
         self._check_stop = check_stop
 
-    @cached_property
-    def files(self) -> list[dict[str, str]]:
+    def _contents(self) -> list[dict[str, str]]:
         """Size and hash of the local files of each source, by the names that their documents have.
 
         Raises CocaError for a file that cannot be read, and for options that do not apply to it.
         """
-        return self._contents()
-
-    def _contents(self) -> list[dict[str, str]]:
         kept_in, contents = Path(self.data.prepared) / "files.json", []
         kept = _kept_hashes(kept_in)
         known = dict(kept)
@@ -302,19 +289,22 @@ class Corpus:
                     replace_text(kept_in, json.dumps(known))
         return contents
 
+    files = cached_property(_contents)  # as they are when the blocks get their name
+
     def _described(self, file: Path, known: dict[str, Any]) -> str:
         """Size and hash of a file; it is read unless `known` has its hash, and added there."""
-        stat, name = file.stat(), str(file.absolute())
-        state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
-        match known.get(name):
-            case [before, str(digest)] if before == state:
-                return f"{stat.st_size:,} bytes, xxh3_128 {digest}"
-        is_fresh = time.time() - max(state[1:]) / 1e9 < FRESH_SECONDS
-        if stat.st_size >= LARGE_FILE:
-            print(f"{file}: hashing {size_in_words(stat.st_size)}, once", flush=True)
+        name = str(file.absolute())
         try:
+            stat = file.stat()
+            state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+            match known.get(name):
+                case [before, str(digest)] if before == state:
+                    return f"{stat.st_size:,} bytes, xxh3_128 {digest}"
+            is_fresh = time.time() - max(state[1:]) / 1e9 < FRESH_SECONDS
+            if stat.st_size >= LARGE_FILE:
+                print(f"{file}: hashing {size_in_words(stat.st_size)}, once", flush=True)
             digest = file_hash(file, self._check_stop) or "of no file"
-        except OSError as error:
+        except OSError as error:  # such as a link to a file that is gone
             raise CocaError(
                 f"{file}: cannot be read: {error.strerror}; mend or remove it"
             ) from None
@@ -359,7 +349,7 @@ class Corpus:
         except Damaged:
             return False
 
-    def pin_(self, commits: Sequence[str | None] | None = None) -> list[str | None]:
+    def pin_(self, commits: list[str | None] | None = None) -> list[str | None]:
         """Read the data sets on the hub at these commits, by default their present ones; returns
         them.
 
@@ -371,8 +361,9 @@ class Corpus:
             commits = self.blocks().state["commits"] or commits
         sources = self.data.sources
         if commits is None:
-            commits = [source.path and commit_of(source.path, source.commit) for source in sources]
-        commits = [commit or None for commit in commits]
+            commits = [
+                commit_of(source.path, source.commit) if source.path else None for source in sources
+            ]
         for source, commit in zip(sources, commits, strict=True):
             source.pin_(commit)
         return commits
@@ -438,18 +429,14 @@ class Corpus:
             state, first = self._first_state(), 0
         if first >= num_blocks:
             return
-        files = _rows_of(
-            GrowingRows,
-            self.directory,
-            self.data.seq_len,
-            self.made_of["dtypes"],
-            state["parts"],
-        )
+        files = _files_of_rows(self.directory, self.data.seq_len, self.made_of["dtypes"])
         with ExitStack() as opened:
-            rows = {name: opened.enter_context(of_file) for name, of_file in files.items()}
+            rows: dict[str, GrowingRows] = {}
+            for name, place in files.items():
+                growing = GrowingRows(*place, state["parts"].get(name, []))
+                rows[name] = opened.enter_context(growing)
             if "held_out_blocks" in state:
                 rows["held-out"].append(state.pop("held_out_blocks"))
-            sources = self._packed(rows, state)
             drawn: list[tuple[int, int]] = []
 
             def save() -> None:
@@ -458,11 +445,11 @@ class Corpus:
                 for of_file in rows.values():
                     of_file.end_part()
                 state["parts"] = {name: of_file.parts for name, of_file in rows.items()}
-                state["sources"] = {number: source.state for number, source in sources.items()}
                 kept = {"xxh3_128": _state_hash(state), "state": state}
                 replace_text(self.directory / "state.json", json.dumps(kept))
 
-            order = enumerate(itertools.islice(self._order(sources, rows), num_blocks))
+            self.pin_(state["commits"])
+            order = enumerate(itertools.islice(self._order(rows, state), num_blocks))
             # None: a bar only on a terminal
             bar = {"leave": False, "disable": None if PartialState().is_main_process else True}
             progress = tqdm(order, "preparing blocks", num_blocks, dynamic_ncols=True, **bar)
@@ -492,27 +479,13 @@ class Corpus:
         # Another source may have a document, too, and must not train on what is held out of this one
         rule = HeldOut(*map(max, *(rule for rule, _ in found), HeldOut()))
         held_out = torch.cat([blocks for _, blocks in found]).numpy()
-        chosen = {"rule": rule, "held_out_blocks": held_out}
-        return {"commits": commits, **chosen, "parts": {}, "sources": {}}
+        state = {"commits": commits, "rule": rule, "parts": {}, "sources": {}}
+        return state | {"held_out_blocks": held_out}  # which `_write` moves into their file
 
     @property
-    def _texts(self) -> dict[str, Source]:
-        """The sources that have documents, by their number in JSON."""
-        return {
-            str(number): source for number, source in enumerate(self.data.sources) if source.path
-        }
-
-    def _packed(
-        self, rows: dict[str, GrowingRows], state: dict[str, Any]
-    ) -> dict[str, "_PackedSource"]:
-        self.pin_(state["commits"])
-        packed = {}
-        for number, source in self._texts.items():
-            read = state["sources"].get(number, {**UNREAD})
-            rule = HeldOut(*state["rule"])
-            pieces = batches(self._pieces(source, rule, read["document"], read["character"]))
-            packed[number] = _PackedSource(read, pieces, self.encoder, rows[f"source-{number}"])
-        return packed
+    def _texts(self) -> dict[int, Source]:
+        """The sources that have documents, by their number."""
+        return {number: source for number, source in enumerate(self.data.sources) if source.path}
 
     def _pieces(
         self, source: Source, held_out: HeldOut, document: int, character: int
@@ -532,31 +505,57 @@ class Corpus:
             yield document
 
     def _order(
-        self, packed: dict[str, "_PackedSource"], rows: dict[str, GrowingRows]
+        self, rows: dict[str, GrowingRows], state: dict[str, Any]
     ) -> Iterator[tuple[int, int]]:
         """The source of block 0, 1, … and its row in that source's file, without end."""
-        seed, sources = self.data.seed, self.data.sources
+        seed, sources, rule = self.data.seed, self.data.sources, HeldOut(*state["rule"])
         names = [f"{seed} source {number}" for number in range(len(sources))]
-        texts = {
-            number: self._order_of_text(source, packed[number], names[int(number)])
-            for number, source in self._texts.items()
-        }
+        texts = {}
+        for number, source in self._texts.items():
+            read, made = (
+                state["sources"].setdefault(str(number), {**UNREAD}),
+                rows[f"source-{number}"],
+            )
+            first_pass = self._packed(source, rule, read, made)
+            texts[number] = self._order_of_text(source, first_pass, made, names[number])
         streams = [
-            texts[str(number)]
-            if source.path
-            else self._order_of_lookups(texts, rows, rows[f"source-{number}"], names[number])
-            for number, source in enumerate(sources)
+            texts[number]
+            if number in texts
+            else self._order_of_lookups(texts, rows, number, names[number])
+            for number in range(len(sources))
         ]
         draw, weights = random.Random(f"{seed} sources"), [source.weight for source in sources]
         while True:
             [number] = draw.choices(range(len(sources)), weights)
             yield number, next(streams[number])
 
-    def _order_of_text(self, source: Source, packed: "_PackedSource", name: str) -> Iterator[int]:
-        """The blocks of one source in the order of training, pass after pass."""
+    def _packed(
+        self, source: Source, held_out: HeldOut, read: dict[str, Any], rows: GrowingRows
+    ) -> Iterator[int]:
+        """The rows of a source in the order of its documents, tokenised unless they are on disk.
+
+        read: how far the source is read, kept up to date: documents, characters of the next one,
+        the tokens that wait for their block to fill, and whether everything is read.
+        """
+        yield from range(rows.written)
+        if read["is_read"]:
+            return
+        for batch in batches(self._pieces(source, held_out, read["document"], read["character"])):
+            waiting = np.array(read["waiting"], dtype="int64")
+            tokens = np.concatenate((waiting, self.encoder(batch).numpy()))
+            first, whole = rows.written, len(tokens) // rows.width * rows.width
+            rows.append(tokens[:whole].reshape(-1, rows.width))
+            place = {"document": batch[-1].document, "character": batch[-1].character}
+            read |= place | {"waiting": tokens[whole:].tolist()}
+            yield from range(first, rows.written)
+        read["is_read"] = True
+
+    def _order_of_text(
+        self, source: Source, unread: Iterator[int], rows: GrowingRows, name: str
+    ) -> Iterator[int]:
+        """The rows of one source in the order of training, pass after pass; `unread`: the first."""
         for pass_number in itertools.count():
             draw = random.Random(f"{name} pass {pass_number}")
-            unread = itertools.takewhile(packed.has, itertools.count())
             buffer = list(itertools.islice(unread, max(SHUFFLE_TOKENS // self.data.seq_len, 1)))
             if not buffer:
                 raise self._too_short(source)
@@ -566,65 +565,32 @@ class Corpus:
                 yield drawn
             draw.shuffle(buffer)
             yield from buffer
+            unread = iter(range(rows.written))
 
     def _order_of_lookups(
         self,
-        texts: dict[str, Iterator[int]],
+        texts: dict[int, Iterator[int]],
         rows: dict[str, GrowingRows],
-        made: GrowingRows,
+        number: int,
         name: str,
     ) -> Iterator[int]:
-        """Make blocks of lookups, each fixed by its number and the block of text that it uses."""
-        lookups = Lookups(self.tokenizer)
-        weights = [self.data.sources[int(number)].weight for number in texts]
-        for number in itertools.count():
-            draw = random.Random(f"{name} block {number}")
-            [source] = draw.choices([*texts], weights)
-            text = next(texts[source])
-            if number >= made.written:
-                ids, answers = lookups.block(rows[f"source-{source}"].read(text).tolist(), draw)
+        """Make blocks of lookups, each fixed by its row and the block of text that it uses."""
+        lookups, made = Lookups(self.tokenizer), rows[f"source-{number}"]
+        weights = [self.data.sources[text].weight for text in texts]
+        for row in itertools.count():
+            draw = random.Random(f"{name} block {row}")
+            [text] = draw.choices([*texts], weights)
+            used = next(texts[text])
+            if row >= made.written:
+                ids, answers = lookups.block(rows[f"source-{text}"].read(used).tolist(), draw)
                 made.append(np.array([ids]) + ANSWER * np.array([answers]))
-            yield number
+            yield row
 
     def _too_short(self, source: Source) -> CocaError:
         return CocaError(
             f"{source.path}: got fewer than {self.data.seq_len} tokens in all its documents "
             "together, expected a block or more; add text or lower data.seq_len"
         )
-
-
-class _PackedSource:
-    """The blocks of a source in the order of its documents, tokenised when first asked for.
-
-    state: how far the source is read: documents, characters of the next one, the tokens that wait
-    for their block to fill, and whether everything is read.
-    """
-
-    def __init__(
-        self,
-        state: dict[str, Any],
-        unread: Iterator[list[Piece]],
-        encoder: Encoder,
-        rows: GrowingRows,
-    ):
-        self.state, self._batches, self._encoder, self._rows = state, unread, encoder, rows
-
-    def has(self, number: int) -> bool:
-        while number >= self._rows.written and not self.state["is_read"]:
-            batch = next(self._batches, None)
-            if batch is None:
-                self.state["is_read"] = True
-            else:
-                self._append(batch)
-        return number < self._rows.written
-
-    def _append(self, batch: list[Piece]) -> None:
-        waiting = np.array(self.state["waiting"], dtype="int64")
-        tokens = np.concatenate((waiting, self._encoder(batch).numpy()))
-        whole = len(tokens) // self._rows.width * self._rows.width
-        self._rows.append(tokens[:whole].reshape(-1, self._rows.width))
-        place = {"document": batch[-1].document, "character": batch[-1].character}
-        self.state |= place | {"waiting": tokens[whole:].tolist()}
 
 
 def _kept_hashes(file: Path) -> dict[str, Any]:

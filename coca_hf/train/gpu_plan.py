@@ -210,6 +210,7 @@ def _plan_stage(
     token_flops = count_flops(model, seq_len)
     memory = measure(recipe, stage, setting)
     usable = gpu_bytes * (1 - RESERVE)
+    fits = memory.peak <= usable
     return StagePlan(
         stage.name,
         trained,
@@ -219,8 +220,8 @@ def _plan_stage(
         tokens * token_flops.model / (flops_per_second * world_size),
         setting,
         memory,
-        fits=memory.peak <= usable,
-        change=None if memory.peak <= usable else _change(recipe, stage, setting, usable),
+        fits,
+        None if fits else _change(recipe, stage, setting, usable),
     )
 
 
@@ -232,8 +233,10 @@ def _change(recipe: Recipe, stage: Stage, setting: Setting, usable: float) -> st
             words = _words(changed_stage is not stage, setting, changed)
             without = f", without {EXCHANGED}" if changed.sharing > setting.sharing else ""
             return f"does not fit; it does with {words} ({memory.peak / GIB:.1f} GiB{without})"
-    nothing = "does not fit, and nothing helps at this global batch"
-    return f"{nothing}; lower data.seq_len or take GPUs with more memory"
+    return (
+        "does not fit, and nothing helps at this global batch; lower data.seq_len or take GPUs with "
+        "more memory"
+    )
 
 
 def _levers(recipe: Recipe, stage: Stage, setting: Setting) -> Iterator[tuple[Stage, Setting]]:
@@ -366,20 +369,20 @@ def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
 
 def planned_arguments(recipe: Recipe, stage: Stage) -> TrainingArguments:
     """The stage's options, except those that TrainingArguments refuses without a GPU."""
-    options = recipe.options(stage)
-    options = {key: options[key] for key in options if not key.startswith(_NEED_A_GPU)}
+    given = recipe.options(stage).items()
+    options = {key: value for key, value in given if not key.startswith(_NEED_A_GPU)}
     with library_errors(f"stages.{stage.name}: the trainer does not take these options"):
-        return TrainingArguments(output_dir="plan", **{**options, "use_cpu": True})
+        return TrainingArguments(output_dir="plan", use_cpu=True, **options)
 
 
 def _prepare_(model: PreTrainedModel, options: dict[str, Any], mesh: Any) -> None:
     """Mixed precision and sharding, in place, as `Accelerator.prepare` does; on the CPU."""
-    precision = next((name for name in ("bf16", "fp16") if options.get(name)), "no")
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    precision = next((name for name in dtypes if options.get(name)), "no")
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
     )
-    if precision != "no":
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    if dtype := dtypes.get(precision):
         model.forward = convert_outputs_to_fp32(torch.autocast("cpu", dtype=dtype)(model.forward))
         plugin.mixed_precision_policy = sharded_precision(dtype)
     if mesh is not None:

@@ -154,7 +154,7 @@ def start_place(next_block: int) -> dict:
 
 
 @contextmanager
-def wandb_run(arguments: TrainingArguments, run_id: str | None) -> Iterator[None]:
+def wandb_run(arguments: TrainingArguments, run_id: str) -> Iterator[None]:
     """The run that Hugging Face's callback logs a stage to; a stage that resumes continues its own.
 
     By itself, the callback would log all stages to one run. Raises CocaError if Weights & Biases

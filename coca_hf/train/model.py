@@ -146,12 +146,10 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
     another type, and for a factor of a RoPE type that has none.
     """
     overrides = dict(recipe.config)
-    smallest_vocabulary = 0
     if recipe.model is None:
         tokenizer = start_tokenizer(recipe)
-        smallest_vocabulary = max(tokenizer.get_vocab().values()) + 1
         # Without defaults: head_dim is derived from the overridden width
-        kept = {"vocab_size": smallest_vocabulary}
+        kept = {"vocab_size": max(tokenizer.get_vocab().values()) + 1}
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             kept[key] = getattr(tokenizer, key)
         with loading(recipe.start):
@@ -175,10 +173,11 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
     if not merged:
         return config
     vocab_size, rope = merged.get("vocab_size"), merged.get("rope_parameters")
-    if isinstance(vocab_size, int) and vocab_size < smallest_vocabulary:
+    from_scratch = recipe.model is None
+    if from_scratch and isinstance(vocab_size, int) and vocab_size < kept["vocab_size"]:
         raise CocaError(
             f"config.vocab_size: got {vocab_size}, expected at least the tokenizer's "
-            f"{smallest_vocabulary}"
+            f"{kept['vocab_size']}"
         )
     if (
         isinstance(rope, dict)

@@ -208,13 +208,10 @@ class Objective:
         self._calls = 0
 
     def __call__(
-        self, language_loss: Callable, model: nn.Module, inputs: Mapping, accumulated: int
+        self, text_loss: Tensor, logits: Tensor, inputs: Mapping, accumulated: int
     ) -> Tensor:
-        """The loss of one of `accumulated` batches; `language_loss()` gives that of the text, and
-        the model's outputs.
-        """
-        text_loss, outputs = language_loss()
-        losses, logits, token_weights = {"lm": text_loss}, outputs["logits"], None
+        """The loss of one of `accumulated` batches, from the loss of its text and its logits."""
+        losses, token_weights = {"lm": text_loss}, None
         if self.answer_weight:
             of_answers = answer_weights(inputs["answers"])
             answers = answer_loss(logits, inputs["input_ids"], of_answers)

@@ -315,16 +315,14 @@ def check_optimizer(arguments: TrainingArguments, where: str) -> None:
 
 def check_overrides(recipe: Recipe) -> None:
     """Raises CocaError for an override that does not fit the weights of the recipe's checkpoint."""
-    fixed = sorted(FIXED_BY_WEIGHTS & recipe.config.keys()) if recipe.model else []
-    config = models.load_config(recipe.model) if recipe.model and fixed else None
-    for key in fixed:
-        own = getattr(config, key, None)
-        if recipe.config[key] != own:
-            expected = f"none: {recipe.model} has no such field"
-            if hasattr(config, key):
-                expected = f"{own}, as the weights of {recipe.model} have it"
+    if recipe.model is None:
+        return
+    config = models.load_config(recipe.model)
+    for key in sorted(FIXED_BY_WEIGHTS & recipe.config.keys()):
+        if (given := recipe.config[key]) != (own := getattr(config, key)):
             raise CocaError(
-                f"config.{key}: got {short(recipe.config[key])}, expected {expected}; leave it out"
+                f"config.{key}: got {short(given)}, expected {own}, as the weights of "
+                f"{recipe.model} have it; leave it out"
             )
 
 
@@ -337,10 +335,8 @@ def check_model(recipe: Recipe) -> None:
         ids = torch.zeros(1, recipe.data.seq_len, dtype=torch.int64)
         with models.building(model.config), models.shapes_only(model), torch.no_grad():
             model(input_ids=ids, labels=ids, use_cache=False)
-    for stage in recipe.stages:
-        with torch.device("meta"):
-            model = models.model_from_config(recipe)
-        models.stage_model(model, stage)
+        for stage in recipe.stages:
+            models.stage_model(models.model_from_config(recipe), stage)
 
 
 def check_whole(*origins: tuple[str, Path]) -> None:

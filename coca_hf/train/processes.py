@@ -26,7 +26,7 @@ LOOK_SECONDS = 0.2  # between two looks at the store
 LOST = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")  # what gloo says
 SILENT = "Timed out waiting"  # what gloo says after ddp_timeout seconds
 FAREWELL_SECONDS = 10.0  # that a failed process waits for the others to learn why
-EXIT_STOPPED = os.EX_TEMPFAIL if hasattr(os, "EX_TEMPFAIL") else 75
+EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 
 

@@ -183,7 +183,7 @@ class Data(StrictMapping):
     2309.10400).
     """
 
-    seq_len: int = Field(ge=2)
+    seq_len: int = Field(ge=2, lt=2**31)
     sources: list[Source] = Field(min_length=1)
     seed: int = Field(default=0, strict=True)
     held_out_blocks: int = Field(default=64, ge=0, strict=True)
@@ -308,10 +308,11 @@ class Stage(StrictMapping):
 class Recipe(StrictMapping):
     """A checked recipe. `to_dict` gives its file's shape, with every default filled in."""
 
-    model: str | None = None
-    tokenizer: str | None = None
+    model: str | None = Field(default=None, min_length=1)
+    tokenizer: str | None = Field(default=None, min_length=1)
     config: dict[str, Any] = {}
-    teacher: str | None = None  # the original model, if an objective needs it
+    # The original model, if an objective needs it
+    teacher: str | None = Field(default=None, min_length=1)
     data: Data
     training: dict[str, Any] = Field(default={}, validate_default=True)
     stages: list[Stage] = Field(min_length=1)
@@ -378,18 +379,14 @@ class Recipe(StrictMapping):
 
     def blocks_per_step(self, stage: Stage, world_size: int) -> int:
         """Blocks that one optimizer step of a stage takes, over `world_size` processes."""
-        accumulated = self.options(stage).get("gradient_accumulation_steps")
-        return self.stage_options(stage).global_batch_size or (
-            self._blocks_at_once(stage, world_size)
-            * (accumulated or TrainingArguments.gradient_accumulation_steps)
-        )
+        accumulated = self.options(stage).get("gradient_accumulation_steps", 1)
+        at_once = self._blocks_at_once(stage, world_size)
+        return self.stage_options(stage).global_batch_size or at_once * accumulated
 
     def accumulation(self, stage: Stage, world_size: int) -> int:
         """Batches of a process in a step. Raises CocaError if global_batch_size allows none."""
-        blocks, at_once = (
-            self.blocks_per_step(stage, world_size),
-            self._blocks_at_once(stage, world_size),
-        )
+        blocks = self.blocks_per_step(stage, world_size)
+        at_once = self._blocks_at_once(stage, world_size)
         if blocks % at_once:
             raise CocaError(
                 f"stages.{stage.name}: got global_batch_size {blocks}, expected a multiple of "
@@ -416,8 +413,8 @@ class Recipe(StrictMapping):
         return world_size // sharing * self._batch(stage)
 
     def _batch(self, stage: Stage) -> int:
-        own = self.options(stage).get("per_device_train_batch_size")
-        return own or TrainingArguments.per_device_train_batch_size
+        default = TrainingArguments.per_device_train_batch_size
+        return self.options(stage).get("per_device_train_batch_size", default)
 
     def batch_in_file(self, stage: Stage) -> int | None:
         """The `global_batch_size` of a stage in the recipe's file, if overrides changed it."""
@@ -446,12 +443,8 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     written = copy.deepcopy(tree)
     for override in overrides:
         _override_(tree, override)
-    try:
+    with _explained(str(path), tree):
         recipe = Recipe.model_validate(tree)
-    except ValidationError as error:
-        raise CocaError(
-            f"{path}: {'; '.join(_explain(tree, problem) for problem in error.errors())}"
-        ) from None
     for override in overrides:
         section, _, key = override.partition("=")[0].partition(".")
         own = [stage.name for stage in recipe.stages if key.split(".")[0] in stage.training]
@@ -551,18 +544,16 @@ def check_stage(stage: Stage, options: StageOptions, data: Data) -> None:
     def refuse(problem: str, remedy: str = "leave one of them out") -> None:
         raise ValueError(f"stages.{stage.name}: got {problem}; {remedy}")
 
-    attention = options.attn_implementation or "sdpa"
-    if stage.answer_weight:
-        given = f"answer_weight {stage.answer_weight:g}"
-        if not data.has_answers:
-            remedy = "add {synthetic: lookups, weight: 0.5} to data.sources"
-            refuse(f"{given} without a source that has answers", remedy)
+    if stage.answer_weight and not data.has_answers:
+        refuse(
+            f"answer_weight {stage.answer_weight:g} without a source that has answers",
+            "add {synthetic: lookups, weight: 0.5} to data.sources",
+        )
     if options.fused_cross_entropy and stage.needs_logits:
         cause = "objective distill" if stage.needs_teacher else "answer_weight"
         refuse(f"fused_cross_entropy with {cause}, which needs the logits")
-    if options.context_parallel_size > 1:
-        given = f"context_parallel_size {options.context_parallel_size}"
-        multiple = 2 * options.context_parallel_size
+    if (sharing := options.context_parallel_size) > 1:
+        given, attention = f"context_parallel_size {sharing}", options.attn_implementation or "sdpa"
         if attention != "sdpa":
             refuse(f"{given} with attn_implementation {attention}, expected sdpa")
         if stage.needs_teacher or stage.answer_weight:
@@ -571,10 +562,9 @@ def check_stage(stage: Stage, options: StageOptions, data: Data) -> None:
             refuse(f"{given} with objective {objective}, expected lm alone")
         if data.skip_positions:
             refuse(f"{given} with data.skip_positions, expected positions in order")
-        if data.seq_len % multiple:
-            refuse(
-                f"{given} with data.seq_len {data.seq_len}", f"expected a multiple of {multiple}"
-            )
+        if data.seq_len % (2 * sharing):
+            expected = f"expected a multiple of {2 * sharing}"
+            refuse(f"{given} with data.seq_len {data.seq_len}", expected)
 
 
 def _unknown_key(key: Any, known: Iterable[str]) -> str:
@@ -583,12 +573,12 @@ def _unknown_key(key: Any, known: Iterable[str]) -> str:
 
 @contextmanager
 def _explained(where: str, tree: Any = None) -> Iterator[None]:
-    """Turn what pydantic raises into one ValueError that opens with `where`."""
+    """Turn what pydantic raises for `tree` into one CocaError that opens with `where`."""
     try:
         yield
     except ValidationError as error:
         problems = "; ".join(_explain(tree, problem) for problem in error.errors())
-        raise ValueError(f"{where}: {problems}") from None
+        raise CocaError(f"{where}: {problems}") from None
 
 
 def _explain(tree: Any, problem: Any) -> str:
@@ -607,11 +597,9 @@ def _explain(tree: Any, problem: Any) -> str:
         return where + problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "missing":
         return f"{where}missing, expected a value"
-    expected = problem["msg"].removeprefix("Input should be ")
-    mapping, several = "a mapping", "one or more"
-    expected = {"dict_type": mapping, "model_type": mapping, "too_short": several}.get(
-        problem["type"], expected
-    )
+    own = {"dict_type": "a mapping", "model_type": "a mapping"}
+    own |= {"too_short": "one or more", "string_too_short": "a name"}
+    expected = own.get(problem["type"]) or problem["msg"].removeprefix("Input should be ")
     return f"{where}got {short(problem['input'])}, expected {expected}"
 
 

@@ -116,10 +116,10 @@ def check_out(recipe: Recipe, out_dir: Path, resume: bool) -> None:
         raise CocaError(
             f"{out_dir}: got a directory without {RECIPE}, expected one that coca-train made"
         )
-    before, now = _flat(read_tree(out_dir / RECIPE)), _flat(recipe.to_dict())
-    for tree in (before, now):
-        for key in [key for key in tree if key.rpartition(".")[2] in LAYOUT]:
-            del tree[key]
+    before, now = (
+        {key: value for key, value in _flat(tree).items() if key.rpartition(".")[2] not in LAYOUT}
+        for tree in (read_tree(out_dir / RECIPE), recipe.to_dict())
+    )
     if changes := _changes(before, now):
         raise CocaError(
             f"{out_dir}: cannot --resume with another recipe: {changes}; give the one that it was "
@@ -203,7 +203,7 @@ def _flat(tree: Any, path: str = "") -> dict[str, Any]:
     """A tree's values by their dotted paths, with stages by name, to compare two recipes."""
     if isinstance(tree, dict):
         items = {str(key): value for key, value in tree.items()}
-    elif isinstance(tree, list) and tree and isinstance(tree[0], dict):
+    elif isinstance(tree, list) and tree and all(isinstance(item, dict) for item in tree):
         items = {str(item.get("name", number)): item for number, item in enumerate(tree)}
     else:
         return {path: tree}

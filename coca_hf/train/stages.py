@@ -224,7 +224,6 @@ def _run_stage(recipe: Recipe, stage: ResolvedStage, blocks: Blocks, stop: StopR
             arguments,
             default_data_collator,
             DealtBlocks(blocks, place["next_block"], arguments.train_batch_size, group, groups),
-            callbacks=[log],
             log=log,
             options=options,
             held_out=blocks.held_out,
@@ -255,10 +254,8 @@ def _run_stage(recipe: Recipe, stage: ResolvedStage, blocks: Blocks, stop: StopR
     if stage.of_recipe.lora:
         trainer.model = trainer.model.merge_and_unload()
     trainer.model.config.use_cache = use_cache
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     parameters = {"trained": trained, "total": total, "fraction": trained / total}
-    record = _make_record(recipe, stage, log, losses, parameters, len(blocks.held_out))
-    _complete(stage, trainer, tokenizer, record)
+    _complete(stage, trainer, tokenizer, _make_record(recipe, stage, trainer, parameters))
 
 
 def _announce_surprises(recipe: Recipe, stage: ResolvedStage) -> None:
@@ -292,16 +289,14 @@ def _load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Objective | None]:
     """The model that the stage starts from, its tokenizer, and its objective unless plain `lm`."""
     own, attention = stage.of_recipe, stage.options.attn_implementation
+    start = recipe
+    if stage.before:
+        start = recipe.model_copy(update={"model": stage.base, "tokenizer": None, "config": {}})
     if models.weights_are_sent_here():
-        of_base = models.load_config(stage.base) if stage.before else models.start_config(recipe)
-        base = models.unfilled_model(of_base, attention)
-    elif stage.before:
-        base = models.load_model(stage.base, None, attention)
+        base = models.unfilled_model(models.start_config(start), attention)
     else:
-        base = models.start_model(recipe, attention)
-    tokenizer = (
-        models.load_tokenizer(stage.base) if stage.before else models.start_tokenizer(recipe)
-    )
+        base = models.start_model(start, attention)
+    tokenizer = models.start_tokenizer(start)
     if own.objective == {"lm": 1.0} and not own.answer_weight:
         return base, tokenizer, None
     teacher = None
@@ -334,19 +329,14 @@ def _set_callbacks(trainer: StageTrainer, stage: ResolvedStage) -> None:
 
 
 def _make_record(
-    recipe: Recipe,
-    stage: ResolvedStage,
-    log: StageLog,
-    losses: list[float],
-    parameters: dict[str, Any],
-    held_out_blocks: int,
+    recipe: Recipe, stage: ResolvedStage, trainer: StageTrainer, parameters: dict[str, Any]
 ) -> dict[str, Any]:
     """training.json without the hashes of files, and without local paths, which OUT/recipe.yaml
     has. Losses are in nats per token. `stages`: all stages behind the model, of any recipe.
-
-    losses: each the mean since the one before.
     """
-    arguments, seq_len = stage.arguments, recipe.data.seq_len
+    arguments, seq_len, log = stage.arguments, recipe.data.seq_len, trainer.stage_log
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    held_out_blocks = len(trainer.held_out)
     held_out = log.place["held_out"]  # by step, in words: a checkpoint keeps it as JSON
     device = f"{platform.machine()}, {os.cpu_count()} cores"
     if arguments.device.type == "cuda":

@@ -16,7 +16,6 @@ import warnings
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -92,7 +91,7 @@ class StageTrainer(Trainer):
         objective: Objective | None = None,
         **kwargs,
     ):
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, callbacks=[log], **kwargs)
         plugin = self.accelerator.state.fsdp_plugin if self.accelerator.is_fsdp2 else None
         if plugin and (policy := plugin.mixed_precision_policy):
             plugin.mixed_precision_policy = sharded_precision(policy.param_dtype)
@@ -104,8 +103,6 @@ class StageTrainer(Trainer):
         self._norm: Tensor | float | None = None
         self._bad_in_a_row = 0
         self.add_callback(_EveryStep(self))
-
-    _random_state_of: str | None = None
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs):
         self._random_state_of = resume_from_checkpoint
@@ -120,10 +117,10 @@ class StageTrainer(Trainer):
         of_model = {name: tensor for name, tensor in inputs.items() if name != "answers"}
         if self.objective is None:
             return super().compute_loss(model, of_model, return_outputs, num_items_in_batch)
-        text = partial(super().compute_loss, model, of_model, True, num_items_in_batch)
         accumulated = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
         with self.accelerator.autocast():
-            return self.objective(text, model, inputs, accumulated)
+            loss, outputs = super().compute_loss(model, of_model, True, num_items_in_batch)
+            return self.objective(loss, outputs["logits"], inputs, accumulated)
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
@@ -159,9 +156,9 @@ class StageTrainer(Trainer):
             self._random_state_of = None
         return samples
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        with reading(Path(checkpoint or "")):
-            if checkpoint and not any(Path(checkpoint).glob("rng_state*.pth")):
+    def _load_rng_state(self, checkpoint: str) -> None:
+        with reading(Path(checkpoint)):
+            if not any(Path(checkpoint).glob("rng_state*.pth")):
                 raise FileNotFoundError("rng_state.pth is not there")
             super()._load_rng_state(checkpoint)
 

@@ -136,6 +136,14 @@ def test_a_source_without_a_whole_block_is_named(words, corpus, tmp_path, method
         method(corpus(words, Source(path=str(tmp_path / "short.txt"), weight=1)))
 
 
+def test_a_link_to_a_file_that_is_gone_is_refused(corpus, tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/gone.txt").symlink_to("nowhere")
+    message = r"texts/gone\.txt: cannot be read: No such file or directory; mend or remove it"
+    with pytest.raises(CocaError, match=message):
+        _ = corpus(Source(path=str(tmp_path / "texts"), weight=1)).files
+
+
 @pytest.mark.parametrize("method", [lambda corpus: corpus.files, lambda corpus: corpus.prepare(1)])
 def test_a_split_of_local_files_is_refused(digits, corpus, method):
     source = digits.model_copy(update={"split": "test", "subset": "big"})

@@ -232,6 +232,17 @@ def test_a_changed_recipe_is_refused_with_what_changed(train, unbroken):
     assert files(unbroken) == before
 
 
+def test_a_recipe_in_out_that_is_none_is_refused_with_what_changed(train, tmp_path):
+    (tmp_path / "out/1-k").mkdir(parents=True)
+    (tmp_path / "out/1-k/log.jsonl").write_text("")
+    (tmp_path / "out/recipe.yaml").write_text("stages: [{name: k}, qkv]")
+    message = (
+        r"cannot --resume with another recipe: stages was \[\{'name': 'k'\}, 'qkv'\], now absent"
+    )
+    with pytest.raises(CocaError, match=message):
+        train(resume=True)
+
+
 def test_a_stage_without_its_predecessor_is_refused(train, tmp_path):
     message = r"--stage full: starts from .*2-qkv, which is not complete; run --stage qkv"
     with pytest.raises(CocaError, match=message):
