@@ -168,7 +168,7 @@ class ModelOptions:
         from coca_hf.evaluate.tables import results_table
 
         warn(self.warning)
-        with Progress(console) as run.store.progress:
+        with Progress(console) as run.progress:
             rows = list(yielded)
         if processes().is_main_process:
             PlainConsole().print(results_table(MEASUREMENTS[rows[0]["task"]], rows))

@@ -159,7 +159,8 @@ def task_rows(
         (settings,) = wanted
         rows = run.store.find(TasksRow, settings, by_lm_eval)
         done = {(row["metric"], row["filter"]) for row in rows}
-        batches = run.batches(f"tasks  {settings['benchmark']}", settings["length"] or "too many")
+        watch = partial(run.progress, description=f"tasks  {settings['benchmark']}")
+        batches = Batches(run.batch_size, watch, settings["length"] or "too many")
         for result, samples in _measure(run.loaded, rope, settings, include_path, batches):
             if (result["metric"], result["filter"]) not in done:
                 rows.append(run.store.append(TasksRow, settings | result, {"samples": samples}))
@@ -167,7 +168,7 @@ def task_rows(
 
     each_rope = itertools.product(run.ropes, wanted)
     asked = [(rope, [settings_of(rope, *benchmark)]) for rope, benchmark in each_rope]
-    return run.store.each(TasksRow, asked, measured, by_lm_eval, "benchmarks")
+    return run.each(TasksRow, asked, measured, by_lm_eval, "benchmarks")
 
 
 def _measure(
