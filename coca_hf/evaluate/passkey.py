@@ -190,18 +190,6 @@ def passkey_rows(
     return run.rows(PasskeyRow, settings, measure)
 
 
-def make_case(
-    tokenizer: Any,
-    length: int,
-    seed: int,
-    case_number: int,
-    variant: str = "paper",
-    depths: int | None = None,
-) -> Case:
-    """Draw a case and fill its prompt: see `fit_case`."""
-    return fit_case(tokenizer, length, draw(length, seed, case_number, variant, depths))
-
-
 def draw(length: int, seed: int, case_number: int, variant: str, depths: int | None) -> Drawn:
     """Draw a case, the same for every tokenizer.
 
