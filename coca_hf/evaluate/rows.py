@@ -157,6 +157,12 @@ PACKAGES = (
 )
 
 
+OF_COCA = (  # fields of a CoCA model's config
+    *("coca_constraint", "coca_kept_layers", "coca_kept_window", "coca_content_pairs"),
+    *("coca_content_layers", "coca_log_scale"),
+)
+
+
 class RowStore:
     """The rows of a directory, which the first row makes. Several commands may write there.
 
@@ -356,12 +362,7 @@ def about_model(loaded: LoadedModel) -> dict:
         "model_path": relative(loaded.path),
         "fingerprint": loaded.fingerprint,
         "model_type": config.model_type,
-        "coca_constraint": getattr(config, "coca_constraint", None),
-        "coca_kept_layers": getattr(config, "coca_kept_layers", None),
-        "coca_kept_window": getattr(config, "coca_kept_window", None),
-        "coca_content_pairs": getattr(config, "coca_content_pairs", None),
-        "coca_content_layers": getattr(config, "coca_content_layers", None),
-        "coca_log_scale": getattr(config, "coca_log_scale", None),
+        **{name: getattr(config, name, None) for name in OF_COCA},
         "trained_length": trained_length(config),
         "model_commit": loaded.commit,
         "trained_seq_len": loaded.trained_seq_len,

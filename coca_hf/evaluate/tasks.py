@@ -180,12 +180,11 @@ def _measure(
     """
     name, length, began = settings["benchmark"], settings["length"], time.perf_counter()
     use_rope_(loaded.model, rope, length or trained_length(loaded.model.config) or 2048)
-    found: list[tuple[dict, list[dict]]] = [({"metric": None, "filter": None, "value": None}, [])]
-    error = None
+    found: list[tuple[dict, list[dict]]]
     try:
         found = _metrics(_evaluate(loaded, settings, include_path, batches), name, length)
     except NoValue as failure:
-        error = str(failure)
+        found = [({"metric": None, "filter": None, "value": None, "error": str(failure)}, [])]
     except CocaError:
         raise
     except Exception as failure:  # data sets, packages and lm-eval itself raise anything
@@ -204,10 +203,7 @@ def _measure(
         "seconds": round(time.perf_counter() - began, 3),
         "date": now(),
     }
-    for result, _ in found:
-        if error is None and not math.isfinite(result["value"]):
-            result |= {"value": None, "error": f"the metric is {result['value']}"}
-    defaults = {"stderr": None, "scored": 0, "error": error}
+    defaults = {"stderr": None, "scored": 0, "error": None}
     return [(defaults | result | shared, samples) for result, samples in found]
 
 
@@ -324,9 +320,11 @@ def _metrics(
             for sample in some
             if sample["filter"] == filter_name
         ]
-        result = {"metric": metric, "filter": filter_name, "value": float(value)}
+        result = {"metric": metric, "filter": filter_name, "value": float(value), "scored": scored}
         result["stderr"] = _stderr([sample["score"] for sample in samples], value)
-        found.append((result | {"scored": scored}, samples))
+        if not math.isfinite(value):
+            result |= {"value": None, "error": f"the metric is {float(value)}"}
+        found.append((result, samples))
     return found
 
 
