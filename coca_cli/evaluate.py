@@ -233,10 +233,9 @@ class PassageOptions(TextOptions):
 
     def __post_init__(self) -> None:
         if self.given:
-            super().__post_init__()
+            return super().__post_init__()
         for field in fields(self):
-            is_default = field.name == "seed" or getattr(self, field.name) == field.default
-            if not self.given and not is_default:
+            if field.name != "seed" and getattr(self, field.name) != field.default:
                 option = field.name.replace("_", "-")
                 problem = "got it without --data or --preset, expected one of them with it"
                 raise BadOption(f"--{option}: {problem}")

@@ -247,14 +247,14 @@ def answers(
 
 def count_by_distance(lines: list[dict], trained: int | None) -> dict[str, int]:
     """Cases, and those found, whose key is within the trained length of the end, and beyond it."""
-    sides: dict[str, list[bool]] = {"inside": [], "beyond": []}
-    for line in lines:
-        is_inside = trained is None or line["distance"] <= trained
-        sides["inside" if is_inside else "beyond"].append(line["correct"])
+    within = math.inf if trained is None else trained
+    inside = [line["correct"] for line in lines if line["distance"] <= within]
+    beyond = [line["correct"] for line in lines if line["distance"] > within]
     return {
-        f"{what}_{side}": count(correct)
-        for side, correct in sides.items()
-        for what, count in (("cases", len), ("correct", sum))
+        "cases_inside": len(inside),
+        "correct_inside": sum(inside),
+        "cases_beyond": len(beyond),
+        "correct_beyond": sum(beyond),
     }
 
 

@@ -27,7 +27,7 @@ from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.loaded_model import LoadedModel, Rope, processes, use_rope_
-from coca_hf.evaluate.perplexity import keeps_logits
+from coca_hf.evaluate.perplexity import only_last
 from coca_hf.evaluate.progress import Progress
 from coca_hf.evaluate.rows import (
     Count,
@@ -205,7 +205,7 @@ def _measure(models: list[Any], rope: Rope, settings: dict, progress: Progress) 
 
 def _step(model: Any, mode: str, length: int, batch_size: int) -> Step:
     """The step of a mode, on random tokens."""
-    only_last = {"logits_to_keep": 1} if keeps_logits(model) else {}
+    last = only_last(model, 1)
     vocab_size = model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(SEED)
     ids = torch.randint(vocab_size, (batch_size, length), generator=generator).to(model.device)
@@ -225,18 +225,16 @@ def _step(model: Any, mode: str, length: int, batch_size: int) -> Step:
         return Step(train, held)
     model.eval()
     if mode == "prefill":
-        return Step(
-            torch.inference_mode()(lambda: model(input_ids=ids, use_cache=False, **only_last))
-        )
+        return Step(torch.inference_mode()(lambda: model(input_ids=ids, use_cache=False, **last)))
     with torch.inference_mode():
-        cache = getattr(model(input_ids=ids, use_cache=True, **only_last), "past_key_values", None)
+        cache = getattr(model(input_ids=ids, use_cache=True, **last), "past_key_values", None)
     if cache is None:
         problem = f"got {type(model).__name__}, which keeps no keys and values of earlier tokens"
         raise CocaError(f"--modes decode: {problem}; leave it out")
 
     @torch.inference_mode()
     def decode() -> None:
-        model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True, **only_last)
+        model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True, **last)
 
     return Step(
         decode,
