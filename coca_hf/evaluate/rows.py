@@ -424,6 +424,7 @@ def auto_batch_size(tokens: int) -> int:
     return min(max(AUTO_TOKENS_ON_CPU // tokens, 1), AUTO_SEQUENCES)
 
 
+@dataclass
 class Batches:
     """The batches of one row, computed on all processes of `accelerate launch`, and smaller if
     memory runs out.
@@ -435,12 +436,10 @@ class Batches:
     of the sequences in tokens, for errors. used: the size that fitted, once something is computed.
     """
 
+    size: int | None = None
+    watch: Watch = iter
+    length: int | str = "too many"
     used: int | None = None
-
-    def __init__(
-        self, size: int | None = None, watch: Watch = iter, length: int | str = "too many"
-    ):
-        self.size, self.watch, self.length = size, watch, length
 
     def compute(
         self, groups: list[tuple[list[Item], int]], compute: Callable[[list[Item]], list[Result]]
