@@ -321,27 +321,25 @@ class Run:
             (rope, [settings | self.about | {"rope": str(rope), "length": length}])
             for rope, length in itertools.product(self.ropes, self.lengths)
         ]
-        return self.each(row_type, asked, measured)
+        return self.each(asked, partial(self.store.find, row_type), measured)
 
     def each(
         self,
-        row_type: Any,
         asked: list[tuple[Rope, list[dict]]],
+        find: Callable[[dict], list[dict]],
         measured: Callable[[Rope, list[dict]], list[dict]],
-        but: tuple[str, ...] = (),
         noun: str = "rows",
     ) -> Iterator[dict]:
         """Yield the rows of everything that is asked for; only missing ones are `measured`.
 
-        asked: settings of rows that are measured together. measured: appends the rows that it
-        returns. but: as `RowStore.find` takes it; settings then have as many rows as `metrics` says. noun:
-        what is counted.
+        asked: settings of rows that are measured together. find: the rows of some settings in the
+        store; none if they are incomplete. measured: appends the rows that it returns. noun: what
+        is counted.
         """
 
         def found(together: list[dict]) -> list[dict]:
-            rows = [self.store.find(row_type, settings, but) for settings in together]
-            complete = all(some and len(some) >= some[0].get("metrics", 1) for some in rows)
-            return list(itertools.chain(*rows)) if complete else []
+            rows = [find(settings) for settings in together]
+            return list(itertools.chain(*rows)) if all(rows) else []
 
         missing = [together[-1] for _, together in asked if not found(together)]
         self.progress.begin(missing, len(asked), noun)

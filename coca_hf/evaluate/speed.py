@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,7 +153,7 @@ def speed_rows(
         for mode, rope, length in itertools.product(modes, run.ropes, run.lengths)
     ]
     noun = "pairs of rows" if baseline else "rows"
-    return run.each(SpeedRow, asked, measured, noun=noun)
+    return run.each(asked, partial(run.store.find, SpeedRow), measured, noun)
 
 
 @dataclass

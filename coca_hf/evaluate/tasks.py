@@ -153,11 +153,17 @@ def task_rows(
         with_lm_eval = settings["versions"] | {"lm-eval": versions("lm-eval").get("lm-eval")}
         return settings | {"versions": with_lm_eval}
 
-    by_lm_eval = ("metric", "filter")  # known once a benchmark has run
+    def known(settings: dict) -> list[dict]:
+        """The rows of every metric and filter, which are known once a benchmark has run."""
+        return run.store.find(TasksRow, settings, but=("metric", "filter"))
+
+    def complete(settings: dict) -> list[dict]:
+        rows = known(settings)
+        return rows if rows and len(rows) >= rows[0].get("metrics", 1) else []
 
     def measured(rope: Rope, wanted: list[dict]) -> list[dict]:
         (settings,) = wanted
-        rows = run.store.find(TasksRow, settings, by_lm_eval)
+        rows = known(settings)
         done = {(row["metric"], row["filter"]) for row in rows}
         watch = partial(run.progress, description=f"tasks  {settings['benchmark']}")
         batches = Batches(run.batch_size, watch, settings["length"] or "too many")
@@ -168,7 +174,7 @@ def task_rows(
 
     each_rope = itertools.product(run.ropes, wanted)
     asked = [(rope, [settings_of(rope, *benchmark)]) for rope, benchmark in each_rope]
-    return run.each(TasksRow, asked, measured, by_lm_eval, "benchmarks")
+    return run.each(asked, complete, measured, "benchmarks")
 
 
 def _measure(
