@@ -132,9 +132,9 @@ class ModelOptions:
     revision: Annotated[str | None, typer.Option(help=REVISION)] = None
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=TRUST)] = False
 
-    def load(self, lengths: list[int], batch_size: int | None = None, new_tokens: int = 0):
-        """The run of these options. `make` warns if RoPE settings do not reach its lengths."""
-        from coca_hf.evaluate.loaded_model import parse_ropes, processes, warn_beyond_trained
+    def load(self, lengths: list[int], batch_size: int | None = None):
+        """The run of these options."""
+        from coca_hf.evaluate.loaded_model import parse_ropes, processes
         from coca_hf.evaluate.rows import RowStore, Run
 
         console.quiet = not processes().is_main_process
@@ -144,7 +144,6 @@ class ModelOptions:
             raise BadOption(f"{shlex.join(sys.argv)!a}: {problem}")
         ropes, store = parse_ropes(self.rope), RowStore(self.out)
         loaded = self.load_one(self.model, ropes, self.name, self.revision)
-        self.warning = warn_beyond_trained(loaded.model, ropes, lengths, new_tokens)
         return Run(loaded, lengths, ropes, store, batch_size)
 
     def load_one(
@@ -159,19 +158,21 @@ class ModelOptions:
             check_rope(loaded.model, setting)
         return loaded
 
-    def make(self, run, yielded: Iterable[dict]) -> None:
-        """Make the rows of a run, on all processes of `accelerate launch`, and print them."""
-        from coca_hf.evaluate.loaded_model import processes
-        from coca_hf.evaluate.measurements import MEASUREMENTS
+    def make(self, run, measurement, yielded: Iterable[dict], new_tokens: int = 0) -> None:
+        """Make the rows of a run, on all processes of `accelerate launch`, and print them.
+
+        new_tokens: of an answer, for the warning that RoPE settings do not reach the lengths.
+        """
+        from coca_hf.evaluate.loaded_model import processes, warn_beyond_trained
         from coca_hf.evaluate.progress import Progress
         from coca_hf.evaluate.rows import made_otherwise
         from coca_hf.evaluate.tables import results_table
 
-        warn(self.warning)
-        with Progress(console) as run.store.progress:
+        warn(warn_beyond_trained(run.loaded.model, run.ropes, run.lengths, new_tokens))
+        with Progress(console) as run.progress:
             rows = list(yielded)
         if processes().is_main_process:
-            PlainConsole().print(results_table(MEASUREMENTS[rows[0]["task"]], rows))
+            PlainConsole().print(results_table(measurement, rows))
             say(f"rows: {self.out / 'rows.jsonl'}")
             say(f"next: coca-eval report {self.out} --out {self.out / 'page'}")
             if note := made_otherwise(rows):
@@ -232,10 +233,9 @@ class PassageOptions(TextOptions):
 
     def __post_init__(self) -> None:
         if self.given:
-            super().__post_init__()
+            return super().__post_init__()
         for field in fields(self):
-            is_default = field.name == "seed" or getattr(self, field.name) == field.default
-            if not self.given and not is_default:
+            if field.name != "seed" and getattr(self, field.name) != field.default:
                 option = field.name.replace("_", "-")
                 problem = "got it without --data or --preset, expected one of them with it"
                 raise BadOption(f"--{option}: {problem}")
@@ -265,12 +265,12 @@ def perplexity_command(
     Each token is scored once and counts the same.
     """
     from coca_hf.evaluate.loaded_model import check_choice
-    from coca_hf.evaluate.perplexity import VARIANTS, perplexity_rows
+    from coca_hf.evaluate.perplexity import MEASUREMENT, VARIANTS, perplexity_rows
 
     check_choice("--variant", variant, VARIANTS)
     run, kind = options.load(lengths, batch_size), VARIANTS[variant]
     sample = texts.draw(run, special_tokens=kind.special_tokens)
-    options.make(run, perplexity_rows(run, sample, stride or kind.stride, variant))
+    options.make(run, MEASUREMENT, perplexity_rows(run, sample, stride or kind.stride, variant))
 
 
 @app.command("position-loss")
@@ -286,10 +286,10 @@ def position_command(
 
     It shows the index from which on the model no longer uses its context.
     """
-    from coca_hf.evaluate.position import position_rows
+    from coca_hf.evaluate.position import MEASUREMENT, position_rows
 
     run = options.load(lengths, batch_size)
-    options.make(run, position_rows(run, texts.draw(run), bucket))
+    options.make(run, MEASUREMENT, position_rows(run, texts.draw(run), bucket))
 
 
 @app.command("passkey")
@@ -306,11 +306,12 @@ def passkey_command(
 ) -> None:
     """Share of numbers that the model finds in irrelevant text of up to each length."""
     from coca_hf.evaluate.loaded_model import check_choice
-    from coca_hf.evaluate.passkey import VARIANTS, passkey_rows
+    from coca_hf.evaluate.passkey import MEASUREMENT, VARIANTS, passkey_rows
 
     check_choice("--variant", variant, VARIANTS)
-    run = options.load(lengths, batch_size, new_tokens or VARIANTS[variant].new_tokens)
-    options.make(run, passkey_rows(run, cases, new_tokens, seed, variant, depths))
+    run = options.load(lengths, batch_size)
+    rows = passkey_rows(run, cases, new_tokens, seed, variant, depths)
+    options.make(run, MEASUREMENT, rows, new_tokens or VARIANTS[variant].new_tokens)
 
 
 @app.command("boundary")
@@ -322,10 +323,10 @@ def boundary_command(
     pairs: Annotated[int, typer.Option(min=1, help=PAIRS)] = 1024,
 ) -> None:
     """Angle between query and key before rotation, and where scores rise with distance."""
-    from coca_hf.evaluate.boundary import boundary_rows
+    from coca_hf.evaluate.boundary import MEASUREMENT, boundary_rows
 
     run = options.load(lengths)
-    options.make(run, boundary_rows(run, texts.draw(run), pairs, texts.seed))
+    options.make(run, MEASUREMENT, boundary_rows(run, texts.draw(run), pairs, texts.seed))
 
 
 @app.command("copying")
@@ -341,12 +342,12 @@ def copying_command(
 
     It shows whether the model can look up what it has read.
     """
-    from coca_hf.evaluate.copying import copying_rows
+    from coca_hf.evaluate.copying import MEASUREMENT, copying_rows
 
     run, sample = options.load(lengths, batch_size), None
     if texts.given:
         sample = texts.draw(run, max(lengths) // 2, special_tokens=False)
-    options.make(run, copying_rows(run, cases, texts.seed, sample))
+    options.make(run, MEASUREMENT, copying_rows(run, cases, texts.seed, sample))
 
 
 @app.command("recall")
@@ -360,10 +361,10 @@ def recall_command(
     batch_size: BatchSize = "auto",
 ) -> None:
     """Share of values that the model finds by their keys in a list spread over each length."""
-    from coca_hf.evaluate.recall import recall_rows
+    from coca_hf.evaluate.recall import MEASUREMENT, recall_rows
 
     run = options.load(lengths, batch_size)
-    options.make(run, recall_rows(run, cases, pairs, seed))
+    options.make(run, MEASUREMENT, recall_rows(run, cases, pairs, seed))
 
 
 @app.command("attention-maps")
@@ -375,11 +376,11 @@ def attention_maps_command(
     baseline: Annotated[str, typer.Option(help=ORIGINAL, show_default=False)],
 ) -> None:
     """Divergence of every head's attention from that of the original model."""
-    from coca_hf.evaluate.attention_maps import attention_map_rows
+    from coca_hf.evaluate.attention_maps import MEASUREMENT, attention_map_rows
 
     run = options.load(lengths)
     original = options.load_one(baseline, run.ropes)
-    options.make(run, attention_map_rows(run, original, texts.draw(run)))
+    options.make(run, MEASUREMENT, attention_map_rows(run, original, texts.draw(run)))
 
 
 @app.command("layers")
@@ -393,12 +394,12 @@ def layers_command(
     batch_size: BatchSize = "auto",
 ) -> None:
     """Harm of converting each layer, and which layers to keep first."""
-    from coca_hf.evaluate.layers import layer_rows
+    from coca_hf.evaluate.layers import MEASUREMENT, layer_rows
 
     run = options.load(lengths, batch_size)
     other = options.load_one(original, run.ropes)
     sample = texts.draw(run, special_tokens=False)
-    options.make(run, layer_rows(run, other, sample, cases, texts.seed))
+    options.make(run, MEASUREMENT, layer_rows(run, other, sample, cases, texts.seed))
 
 
 @app.command("tasks")
@@ -417,11 +418,11 @@ def tasks_command(
         raise BadOption("--tasks, --ruler: got neither, expected at least one of them")
     if include_path is not None and not tasks:
         raise BadOption("--include-path: got it without --tasks, expected the names of your tasks")
-    from coca_hf.evaluate.tasks import parse_tasks, task_rows
+    from coca_hf.evaluate.tasks import MEASUREMENT, parse_tasks, task_rows
 
     names = parse_tasks(tasks, include_path) if tasks else []
     run = options.load(ruler, batch_size)
-    options.make(run, task_rows(run, names, shots, limit, include_path))
+    options.make(run, MEASUREMENT, task_rows(run, names, shots, limit, include_path))
 
 
 @app.command("speed")
@@ -439,13 +440,13 @@ def speed_command(
     """Time and memory of prefill, decoding and a training step at each length."""
     if baseline_name is not None and baseline is None:
         raise BadOption(f"--baseline-name: got {baseline_name!r} without --baseline, expected both")
-    from coca_hf.evaluate.speed import parse_modes, speed_rows
+    from coca_hf.evaluate.speed import MEASUREMENT, parse_modes, speed_rows
 
     chosen = parse_modes(modes)
     run, other = options.load(lengths, batch_size), None
     if baseline is not None:
         other = options.load_one(baseline, run.ropes, baseline_name)
-    options.make(run, speed_rows(run, other, chosen, repeats, warmup))
+    options.make(run, MEASUREMENT, speed_rows(run, other, chosen, repeats, warmup))
 
 
 @app.command("inspect")

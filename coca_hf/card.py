@@ -176,22 +176,22 @@ def _lead(conversion: dict, stages: list[dict], base: str) -> str:
 def _conversion(record: dict, base: str) -> str:
     """A list: what the last conversion did, and what earlier ones fitted and rotated otherwise."""
     parameters, later = record["parameters"], record.get("converted_layers")
-    content, earlier = content_in_words(record), record.get("earlier", [])
+    earlier = record.get("earlier", [])
     source = Path(record["source"]).name if earlier else base
     lines = {
         "source": f"{source}, {record['source_format']}",
-        **({"converted": f"layers {numbers(later)}, which the source kept"} if later else {}),
-        **({"adapter": f"{record['adapter']['name']}, merged"} if "adapter" in record else {}),
+        "converted": f"layers {numbers(later)}, which the source kept" if later else None,
+        "adapter": f"{record['adapter']['name']}, merged" if "adapter" in record else None,
         "form": record["constraint"],
-        **({"original attention": kept_in_words(record)} if record.get("kept_layers") else {}),
-        **({"log scale": f"{record['log_scale']:g}"} if "log_scale" in record else {}),
-        **({"content pairs": content} if content else {}),
+        "original attention": kept_in_words(record) if record.get("kept_layers") else None,
+        "log scale": f"{record['log_scale']:g}" if "log_scale" in record else None,
+        "content pairs": content_in_words(record) or None,
         "dtype": record["dtype"],
         "parameters": f"{parameters['before']:,} before, {parameters['after']:,} after",
         "start of W_T": record["start"]["rule"],
         "date": record["date"],
     }
-    items = list(lines.items())
+    items = [(key, value) for key, value in lines.items() if value is not None]
     for conversion in (*earlier, record):
         if rope := conversion.get("rope"):
             items.append(("RoPE", base_in_words(rope)))

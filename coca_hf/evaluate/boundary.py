@@ -405,7 +405,7 @@ def _layer_figures(table: Table, angles: Lines) -> list[Figure]:
     heats = []
     for name, lines in angles.items():
         layers, heads = (sorted({line[key] for line in lines}) for key in ("layer", "head"))
-        counts = {at: np.zeros(36, dtype=int) for at in itertools.product(layers, heads)}
+        counts = {at: np.zeros(ANGLE_BINS, dtype=int) for at in itertools.product(layers, heads)}
         for line in lines:
             counts[line["layer"], line["head"]] += line["angle_counts"]
         shares = [[_share_d(counts[layer, head]) for layer in layers] for head in heads]
@@ -425,8 +425,8 @@ def _layer_figures(table: Table, angles: Lines) -> list[Figure]:
 
 
 def _share_d(counts: np.ndarray) -> float | None:
-    """The share of angles, in 36 bins, that is above 180 degrees; None for no angles."""
-    return float(counts[18:].sum() / counts.sum()) if counts.sum() else None
+    """The share of angles that is above 180 degrees; None for no angles. counts: of bins."""
+    return float(counts[ANGLE_BINS // 2 :].sum() / counts.sum()) if counts.sum() else None
 
 
 def _decay_figure(table: Table, decays: Lines) -> Figure:

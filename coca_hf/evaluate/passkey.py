@@ -190,18 +190,6 @@ def passkey_rows(
     return run.rows(PasskeyRow, settings, measure)
 
 
-def make_case(
-    tokenizer: Any,
-    length: int,
-    seed: int,
-    case_number: int,
-    variant: str = "paper",
-    depths: int | None = None,
-) -> Case:
-    """Draw a case and fill its prompt: see `fit_case`."""
-    return fit_case(tokenizer, length, draw(length, seed, case_number, variant, depths))
-
-
 def draw(length: int, seed: int, case_number: int, variant: str, depths: int | None) -> Drawn:
     """Draw a case, the same for every tokenizer.
 
@@ -259,14 +247,14 @@ def answers(
 
 def count_by_distance(lines: list[dict], trained: int | None) -> dict[str, int]:
     """Cases, and those found, whose key is within the trained length of the end, and beyond it."""
-    sides: dict[str, list[bool]] = {"inside": [], "beyond": []}
-    for line in lines:
-        is_inside = trained is None or line["distance"] <= trained
-        sides["inside" if is_inside else "beyond"].append(line["correct"])
+    within = math.inf if trained is None else trained
+    inside = [line["correct"] for line in lines if line["distance"] <= within]
+    beyond = [line["correct"] for line in lines if line["distance"] > within]
     return {
-        f"{what}_{side}": count(correct)
-        for side, correct in sides.items()
-        for what, count in (("cases", len), ("correct", sum))
+        "cases_inside": len(inside),
+        "correct_inside": sum(inside),
+        "cases_beyond": len(beyond),
+        "correct_beyond": sum(beyond),
     }
 
 

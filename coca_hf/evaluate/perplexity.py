@@ -314,10 +314,10 @@ def last_logits(model: Any, input_ids: Tensor, kept: int) -> Tensor:
 
     A model that takes `logits_to_keep` computes no others.
     """
-    only_kept = {"logits_to_keep": kept} if keeps_logits(model) else {}
-    return model(input_ids=input_ids, use_cache=False, **only_kept).logits[:, -kept:]
+    return model(input_ids=input_ids, use_cache=False, **only_last(model, kept)).logits[:, -kept:]
 
 
-def keeps_logits(model: Any) -> bool:
-    """Whether the model's forward can leave out logits that are not needed."""
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
+def only_last(model: Any, kept: int) -> dict[str, int]:
+    """The argument of a forward that leaves out all logits but the last `kept`, if it takes one."""
+    takes_it = "logits_to_keep" in inspect.signature(model.forward).parameters
+    return {"logits_to_keep": kept} if takes_it else {}

@@ -119,7 +119,7 @@ def in_ranges(buckets: list[dict], length: int, edges: list[int]) -> list[dict]:
 def _by_document(windows: list[Window], sums: list[list[float]], bucket: int) -> list[dict]:
     """The lines of the raw table. sums: nats of every bucket, by window."""
     found: dict[tuple[int, int], list[tuple[int, float]]] = {}
-    for window, of_window in zip(windows, sums, strict=False):
+    for window, of_window in zip(windows, sums, strict=True):
         for number, nll in enumerate(of_window):
             first = number * bucket
             tokens = min(bucket, window.scored_len - first)

@@ -47,7 +47,7 @@ class Progress:
     def __call__(self, items: list, description: str) -> Iterable:
         """The items of a loop within a row."""
         if self.bars.disable:
-            return items if self.console.quiet else self._in_lines(items, description)
+            return self._in_lines(items, description)
         self.bars.start()
         return self.bars.track(items, description=description)
 

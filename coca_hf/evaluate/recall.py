@@ -12,11 +12,9 @@ import math
 import random
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 from coca_hf.evaluate.answers import (
     FILLER,
-    Case,
     Drawn,
     case_lines,
     check_lengths,
@@ -73,11 +71,6 @@ def recall_rows(run: Run, num_cases: int = 100, pairs: int = 8, seed: int = 0) -
 
     settings = {"task": "recall", "cases": num_cases, "pairs": pairs, "seed": seed}
     return run.rows(RecallRow, settings, measure)
-
-
-def make_case(tokenizer: Any, length: int, seed: int, case_number: int, pairs: int) -> Case:
-    """Draw a case and fill its prompt: see `fit_case`."""
-    return fit_case(tokenizer, length, draw(length, seed, case_number, pairs))
 
 
 def draw(length: int, seed: int, case_number: int, pairs: int) -> Drawn:

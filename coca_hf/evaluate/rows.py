@@ -25,7 +25,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
@@ -55,7 +55,6 @@ Beside = Annotated[T, BESIDE]
 Count = Annotated[int, Field(gt=0, le=2**53)]
 Positive = PositiveFloat | None
 Share = Annotated[float, Field(ge=0, le=1)] | None
-Names = list[str]
 BASIC = {"model", "task", "rope", "length", "value"}  # in every row, also of a later version
 
 
@@ -98,8 +97,8 @@ class TextRow(Row):
     data_revision: NotRequired[Shared[str | None]]
     column: Shared[str]
     split: Shared[str]
-    document_names: Shared[Names]
-    skipped_documents: NotRequired[Names]
+    document_names: Shared[list[str]]
+    skipped_documents: NotRequired[list[str]]
     data_hash: NotRequired[Identity[str]]  # of the very tokens
     text_hash: NotRequired[str | None]  # of the documents, whatever the tokenizer
     max_tokens: Setting[int | None]
@@ -150,10 +149,17 @@ def relative(path: str) -> str:
     return os.path.relpath(path) if os.path.isabs(path) else path
 
 
+ROWS = "rows.jsonl"
 Raw = Mapping[str, list[dict]]  # lines of a raw table, by its name
 PACKAGES = (
     *("coca-hf", "torch", "transformers", "tokenizers", "accelerate", "datasets"),
     *("numpy", "pyarrow"),
+)
+
+
+OF_COCA = (  # fields of a CoCA model's config
+    *("coca_constraint", "coca_kept_layers", "coca_kept_window", "coca_content_pairs"),
+    *("coca_content_layers", "coca_log_scale"),
 )
 
 
@@ -167,10 +173,9 @@ class RowStore:
     """
 
     def __init__(self, out_dir: Path):
-        self.out_dir, self.progress = out_dir, Progress()
-        path = out_dir / "rows.jsonl"
+        self.out_dir, path = out_dir, out_dir / ROWS
         try:
-            self._rows = read_rows(path)[0]
+            self._rows = read_rows(path)
         except FileNotFoundError:
             self._rows = []
             nearest = next(place for place in path.absolute().parents if place.exists())
@@ -180,35 +185,6 @@ class RowStore:
         except OSError as error:
             problem = f"got {error.strerror}, expected the rows of coca-eval or nothing"
             raise CocaError(f"{path}: {problem}") from None
-
-    def each(
-        self,
-        row_type: Any,
-        asked: list[tuple[Rope, list[dict]]],
-        measured: Callable[[Rope, list[dict]], list[dict]],
-        but: tuple[str, ...] = (),
-        noun: str = "rows",
-    ) -> Iterator[dict]:
-        """Yield the rows of everything that is asked for; only missing ones are `measured`.
-
-        asked: settings of rows that are measured together. measured: appends the rows that it
-        returns. but: as `find` takes it; settings then have as many rows as `metrics` says. noun:
-        what is counted.
-        """
-
-        def found(together: list[dict]) -> list[dict]:
-            rows = [self.find(row_type, settings, but) for settings in together]
-            complete = all(some and len(some) >= some[0].get("metrics", 1) for some in rows)
-            return list(itertools.chain(*rows)) if complete else []
-
-        missing = [together[-1] for _, together in asked if not found(together)]
-        self.progress.begin(missing, len(asked), noun)
-        for rope, together in asked:
-            rows = found(together)
-            if not rows:
-                rows = measured(rope, together)
-                self.progress.finish(together[-1])
-            yield from rows
 
     def find(self, row_type: Any, settings: dict, but: tuple[str, ...] = ()) -> list[dict]:
         """The rows that have these settings in all of their identity except the fields `but`."""
@@ -241,8 +217,8 @@ class RowStore:
                 line = json.dumps(row, ensure_ascii=False, allow_nan=False)
                 self.out_dir.mkdir(parents=True, exist_ok=True)
                 with FileLock(self.out_dir / ".rows.lock"):  # another command may write there
-                    _end_last_line(self.out_dir / "rows.jsonl")
-                    append_line(self.out_dir / "rows.jsonl", line)
+                    _end_last_line(self.out_dir / ROWS)
+                    append_line(self.out_dir / ROWS, line)
             except OSError as error:
                 raise CocaError(
                     f"{self.out_dir}: a row cannot be written ({one_line(error)}); make room and "
@@ -252,14 +228,14 @@ class RowStore:
         return row
 
 
-def read_rows(path: Path) -> tuple[list[dict], bytes]:
-    """The rows of a file, and its last line if a kill has cut that short.
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a file, without a last line that a kill has cut short.
 
     Raises CocaError with the number of a line that is not a row.
     """
     *lines, rest = path.read_bytes().split(b"\n")
     if _parsed(rest) is not None:
-        lines, rest = [*lines, rest], b""
+        lines.append(rest)
     rows = []
     for line_number, line in enumerate(lines, 1):
         row = _parsed(line)
@@ -268,7 +244,7 @@ def read_rows(path: Path) -> tuple[list[dict], bytes]:
             where = f"{path}, line {line_number}"
             raise CocaError(f"{where}: got no row of coca-eval; delete the line")
         rows.append(row)
-    return rows, rest
+    return rows
 
 
 def _parsed(line: bytes) -> Any:
@@ -300,7 +276,7 @@ class NoValue(Exception):
 class Run:
     """A model under RoPE settings, the lengths in tokens to measure it at, and where its rows go.
 
-    batch_size: sequences at a time; None for `auto_batch_size`.
+    batch_size: sequences at a time; None for `auto_batch_size`. progress: silent by default.
     """
 
     loaded: LoadedModel
@@ -308,16 +284,12 @@ class Run:
     ropes: list[Rope]
     store: RowStore
     batch_size: int | None = None
+    progress: Progress = field(default_factory=Progress)
 
     @cached_property
     def about(self) -> dict:
         """`about_model` of its model."""
         return about_model(self.loaded)
-
-    def batches(self, description: str, length: int | str) -> "Batches":
-        """The batches of a row. description: of the row, beside its bar."""
-        watch = partial(self.store.progress, description=description)
-        return Batches(self.batch_size, watch, length)
 
     def rows(
         self,
@@ -334,7 +306,8 @@ class Run:
         def measured(rope: Rope, together: list[dict]) -> list[dict]:
             (row,) = together
             length, began = row["length"], time.perf_counter()
-            batches = self.batches(f"{settings['task']}  {rope}  {length}", length)
+            watch = partial(self.progress, description=f"{row['task']}  {rope}  {length}")
+            batches = Batches(self.batch_size, watch, length)
             try:
                 results, raw = measure(rope, length, batches)
                 results |= {"batch_size": batches.used} if batches.used else {}
@@ -348,7 +321,34 @@ class Run:
             (rope, [settings | self.about | {"rope": str(rope), "length": length}])
             for rope, length in itertools.product(self.ropes, self.lengths)
         ]
-        return self.store.each(row_type, asked, measured)
+        return self.each(asked, partial(self.store.find, row_type), measured)
+
+    def each(
+        self,
+        asked: list[tuple[Rope, list[dict]]],
+        find: Callable[[dict], list[dict]],
+        measured: Callable[[Rope, list[dict]], list[dict]],
+        noun: str = "rows",
+    ) -> Iterator[dict]:
+        """Yield the rows of everything that is asked for; only missing ones are `measured`.
+
+        asked: settings of rows that are measured together. find: the rows of some settings in the
+        store; none if they are incomplete. measured: appends the rows that it returns. noun: what
+        is counted.
+        """
+
+        def found(together: list[dict]) -> list[dict]:
+            rows = [find(settings) for settings in together]
+            return list(itertools.chain(*rows)) if all(rows) else []
+
+        missing = [together[-1] for _, together in asked if not found(together)]
+        self.progress.begin(missing, len(asked), noun)
+        for rope, together in asked:
+            rows = found(together)
+            if not rows:
+                rows = measured(rope, together)
+                self.progress.finish(together[-1])
+            yield from rows
 
 
 def about_model(loaded: LoadedModel) -> dict:
@@ -360,12 +360,7 @@ def about_model(loaded: LoadedModel) -> dict:
         "model_path": relative(loaded.path),
         "fingerprint": loaded.fingerprint,
         "model_type": config.model_type,
-        "coca_constraint": getattr(config, "coca_constraint", None),
-        "coca_kept_layers": getattr(config, "coca_kept_layers", None),
-        "coca_kept_window": getattr(config, "coca_kept_window", None),
-        "coca_content_pairs": getattr(config, "coca_content_pairs", None),
-        "coca_content_layers": getattr(config, "coca_content_layers", None),
-        "coca_log_scale": getattr(config, "coca_log_scale", None),
+        **{name: getattr(config, name, None) for name in OF_COCA},
         "trained_length": trained_length(config),
         "model_commit": loaded.commit,
         "trained_seq_len": loaded.trained_seq_len,
@@ -401,7 +396,7 @@ def made_otherwise(rows: list[dict]) -> str | None:
     if not count:
         return None
     were, found = "row was" if count == 1 else "rows were", dict.fromkeys(itertools.chain(*others))
-    remedy = "delete such rows from rows.jsonl to measure them again"
+    remedy = f"delete such rows from {ROWS} to measure them again"
     return f"{count} {were} made before, with {', '.join(found)}; {remedy}"
 
 
@@ -427,6 +422,7 @@ def auto_batch_size(tokens: int) -> int:
     return min(max(AUTO_TOKENS_ON_CPU // tokens, 1), AUTO_SEQUENCES)
 
 
+@dataclass
 class Batches:
     """The batches of one row, computed on all processes of `accelerate launch`, and smaller if
     memory runs out.
@@ -438,12 +434,10 @@ class Batches:
     of the sequences in tokens, for errors. used: the size that fitted, once something is computed.
     """
 
+    size: int | None = None
+    watch: Watch = iter
+    length: int | str = "too many"
     used: int | None = None
-
-    def __init__(
-        self, size: int | None = None, watch: Watch = iter, length: int | str = "too many"
-    ):
-        self.size, self.watch, self.length = size, watch, length
 
     def compute(
         self, groups: list[tuple[list[Item], int]], compute: Callable[[list[Item]], list[Result]]
@@ -479,23 +473,20 @@ class Batches:
             for batch in self.watch(mine):
                 done, size = _in_pieces(batch, compute, size)
                 results += done
-        except MemoryError as failure:
-            error = NoValue(f"OOM: {failure}")
+        except NoValue as failure:
+            error = failure
         except IndexError as failure:
             error = NoValue(f"the model failed on {self.length} tokens (IndexError: {failure})")
-        if state.num_processes > 1:
-            gathered = gather_object([(results, error, size, size < largest)])
-            error = next((one for _, one, _, _ in gathered if one), None)
-            halved = [one for _, _, one, was_halved in gathered if was_halved]
-            size = min(halved) if halved else max(one for _, _, one, _ in gathered)
-        if error:
-            raise error
-        if state.num_processes > 1:
-            results = [
-                gathered[number % state.num_processes][0][number // state.num_processes]
-                for number in range(sum(len(items) for items, _ in groups))
-            ]
-        return results, size
+        all_results, errors, sizes, halved = zip(
+            *gather_object([(results, error, size, size < largest)]), strict=True
+        )
+        if failed := next(filter(None, errors), None):
+            raise failed
+        in_order = [
+            all_results[number % state.num_processes][number // state.num_processes]
+            for number in range(sum(len(items) for items, _ in groups))
+        ]
+        return in_order, min(itertools.compress(sizes, halved), default=max(sizes))
 
 
 def _share(
@@ -521,7 +512,10 @@ def is_out_of_memory(failure: Exception) -> bool:
 def _in_pieces(
     batch: list[Item], compute: Callable[[list[Item]], list[Result]], size: int
 ) -> tuple[list[Result], int]:
-    """The results of a batch, and the size of the pieces it was computed in."""
+    """The results of a batch, and the size of the pieces it was computed in.
+
+    Raises NoValue if one item alone does not fit.
+    """
     results: list[Result] = []
     while batch:
         piece = batch[:size]
@@ -537,6 +531,6 @@ def _in_pieces(
         # Outside the handler, which holds the failed call's tensors
         clear_device_cache(garbage_collection=True)
         if len(piece) == 1:
-            raise MemoryError(f"one sequence alone does not fit ({reason})")
+            raise NoValue(f"OOM: one sequence alone does not fit ({reason})")
         size = math.ceil(len(piece) / 2)
     return results, size

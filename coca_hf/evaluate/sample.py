@@ -112,7 +112,6 @@ def draw_sample(
     settings |= {"data_revision": data_revision, "data_commit": commit}
     settings |= {"seed": seed, "max_tokens": max_tokens}
     sample = Sample(settings | ({"min_bytes": min_bytes} if min_bytes else {}))
-    total = 0
 
     def tokenize(document: Document) -> Tensor:
         ids = []
@@ -121,12 +120,10 @@ def draw_sample(
         return torch.tensor(ids[:max_tokens], dtype=torch.long)
 
     def candidates() -> Iterator[tuple[Document, Tensor | None]]:
-        nonlocal total
         for document in read_all_documents(data, column, split, subset, commit):
             if len(document.text.encode()) < min_bytes:
                 sample.left_out += 1
                 continue
-            total += 1
             ids = tokenize(document) if skip_short else None
             if ids is not None and len(ids) < min_tokens:
                 sample.skipped.append(document.name)
@@ -134,6 +131,7 @@ def draw_sample(
                 yield document, ids
 
     drawn = _draw(candidates(), documents, seed)
+    total = len(drawn) + len(sample.skipped)
     if documents is not None and total < documents:
         expected = f"expected --documents {documents}; ask for fewer"
         raise CocaError(f"{data}: got {total} documents, {expected}")

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.loaded_model import LoadedModel, Rope, processes, use_rope_
-from coca_hf.evaluate.perplexity import keeps_logits
+from coca_hf.evaluate.perplexity import only_last
 from coca_hf.evaluate.progress import Progress
 from coca_hf.evaluate.rows import (
     Count,
@@ -128,11 +129,23 @@ def speed_rows(
         return settings | {"measured_on": f"{settings['device']}, batch {batch_size}"}
 
     def measured(rope: Rope, pair: list[dict]) -> list[dict]:
-        rows = []
-        timings = _measure(loaded_models, rope, pair[0], run.store.progress)
-        for settings, (result, times) in zip(pair, timings, strict=True):
-            runs = [{"repeat": number, "seconds": value} for number, value in enumerate(times)]
-            rows.append(run.store.append(SpeedRow, settings | result, {"runs": runs}))
+        rows: list[dict] = []
+        kind, began = "device" if torch.cuda.is_available() else "process", time.perf_counter()
+        timings = _measure([each.model for each in loaded_models], rope, pair[0], run.progress)
+        made = {"seconds": round(time.perf_counter() - began, 3), "date": now()}
+        for settings, timing in zip(pair, timings, strict=True):
+            median = statistics.median(timing.seconds) if timing.seconds else None
+            of_baseline = rows[0]["value"] if rows else None
+            result = {
+                "value": median,
+                "tokens_per_second": settings["tokens"] / median if median else None,
+                "ratio": median / of_baseline if median and of_baseline else None,
+                "peak_bytes": timing.peak,
+                "memory_kind": kind if timing.peak is not None else None,
+                "error": timing.error,
+            }
+            runs = [{"repeat": number, "seconds": one} for number, one in enumerate(timing.seconds)]
+            rows.append(run.store.append(SpeedRow, settings | result | made, {"runs": runs}))
         return rows
 
     asked = [
@@ -140,7 +153,7 @@ def speed_rows(
         for mode, rope, length in itertools.product(modes, run.ropes, run.lengths)
     ]
     noun = "pairs of rows" if baseline else "rows"
-    yield from run.store.each(SpeedRow, asked, measured, noun=noun)
+    return run.each(asked, partial(run.store.find, SpeedRow), measured, noun)
 
 
 @dataclass
@@ -154,17 +167,14 @@ class _Timing:
     error: str | None = None
 
 
-def _measure(
-    loaded_models: list[LoadedModel], rope: Rope, settings: dict, progress: Progress
-) -> list[tuple[dict, list[float]]]:
-    """The results of every model, and its times in seconds."""
+def _measure(models: list[Any], rope: Rope, settings: dict, progress: Progress) -> list[_Timing]:
+    """The timings of the models, which take turns."""
     mode, length, batch_size = settings["mode"], settings["length"], settings["batch_size"]
     warmup, repeats = settings["warmup"], settings["repeats"]
-    began = time.perf_counter()
-    timings = [_Timing(each.model) for each in loaded_models]
-    description = f"speed  {mode}  {rope}  {length}"
-    for number in progress(list(range(warmup + repeats)), description):
-        for one in timings:
+    timings = [_Timing(model) for model in models]
+    steps = [*range(warmup + repeats)]
+    for number in progress(steps, f"speed  {mode}  {rope}  {length}"):
+        for place, one in enumerate(timings):
             if one.error:
                 continue
             try:
@@ -172,18 +182,18 @@ def _measure(
                     use_rope_(one.model, rope, length + warmup + repeats)
                     one.step = _step(one.model, mode, length, batch_size)
                 taken, peak = _timed(one.step, one.model)
-            except (RuntimeError, MemoryError, IndexError) as failure:
-                if isinstance(failure, IndexError):
-                    error = f"the model failed on {length} tokens (IndexError: {failure})"
-                elif is_out_of_memory(failure):
-                    error = f"OOM: {' '.join(str(failure).split())[:200]}"
-                else:
+            except IndexError as failure:
+                error = f"the model failed on {length} tokens (IndexError: {failure})"
+                timings[place] = _Timing(one.model, error=error)
+            except (RuntimeError, MemoryError) as failure:
+                if not is_out_of_memory(failure):
                     raise
-                one.error, one.step, one.seconds, one.peak = error, None, [], None
-                continue
-            if number >= warmup:
-                one.seconds.append(taken)
-                one.peak = max(peak, one.peak or 0) if peak is not None else None
+                error = f"OOM: {' '.join(str(failure).split())[:200]}"
+                timings[place] = _Timing(one.model, error=error)
+            else:
+                if number >= warmup:
+                    one.seconds.append(taken)
+                    one.peak = max(peak, one.peak or 0) if peak is not None else None
     for one in timings:
         if one.step and one.model.device.type != "cuda":
             one.peak = _resident_peak(one.step, one.model)
@@ -191,27 +201,12 @@ def _measure(
         one.model.zero_grad(set_to_none=True)
         one.model.eval()
     clear_device_cache(garbage_collection=True)
-    medians = [statistics.median(one.seconds) if one.seconds else None for one in timings]
-    made = {"seconds": round(time.perf_counter() - began, 3), "date": now()}
-    results = []
-    for one, median in zip(timings, medians, strict=True):
-        has_baseline = len(timings) > 1 and one is timings[-1]
-        kind = "device" if torch.cuda.is_available() else "process"
-        result = {
-            "value": median,
-            "tokens_per_second": settings["tokens"] / median if median else None,
-            "ratio": median / medians[0] if has_baseline and median and medians[0] else None,
-            "peak_bytes": one.peak,
-            "memory_kind": kind if one.peak is not None else None,
-            "error": one.error,
-        }
-        results.append((result | made, one.seconds))
-    return results
+    return timings
 
 
 def _step(model: Any, mode: str, length: int, batch_size: int) -> Step:
     """The step of a mode, on random tokens."""
-    only_last = {"logits_to_keep": 1} if keeps_logits(model) else {}
+    last = only_last(model, 1)
     vocab_size = model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(SEED)
     ids = torch.randint(vocab_size, (batch_size, length), generator=generator).to(model.device)
@@ -231,18 +226,16 @@ def _step(model: Any, mode: str, length: int, batch_size: int) -> Step:
         return Step(train, held)
     model.eval()
     if mode == "prefill":
-        return Step(
-            torch.inference_mode()(lambda: model(input_ids=ids, use_cache=False, **only_last))
-        )
+        return Step(torch.inference_mode()(lambda: model(input_ids=ids, use_cache=False, **last)))
     with torch.inference_mode():
-        cache = getattr(model(input_ids=ids, use_cache=True, **only_last), "past_key_values", None)
+        cache = getattr(model(input_ids=ids, use_cache=True, **last), "past_key_values", None)
     if cache is None:
         problem = f"got {type(model).__name__}, which keeps no keys and values of earlier tokens"
         raise CocaError(f"--modes decode: {problem}; leave it out")
 
     @torch.inference_mode()
     def decode() -> None:
-        model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True, **only_last)
+        model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True, **last)
 
     return Step(
         decode,

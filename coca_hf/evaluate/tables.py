@@ -111,26 +111,19 @@ class Table:
         """The name of a figure, unique among those of all tables."""
         return name if self.number == 1 else f"{name}-{self.number}"
 
-    def keys(self, marked: bool = True) -> dict[str, Key]:
-        """How each line looks: colour tells models apart, dashes and markers RoPE settings."""
+    def curves(self, points: Points, marked: bool = True) -> list[Curve]:
+        """A curve for each line that has points: its colour tells models apart, its dashes and
+        markers RoPE settings.
+        """
         models = list(dict.fromkeys((row["model"], row["model_path"]) for row in self.rows))
         ropes = list(dict.fromkeys(["default", *(row["rope"] for row in self.rows)]))
-        return {
-            name: Key(
-                name,
-                models.index((row["model"], row["model_path"])),
-                ropes.index(row["rope"]),
-                marked=marked,
-            )
-            for name, row in self.longest.items()
-        }
-
-    def curves(self, points: Points, marked: bool = True) -> list[Curve]:
-        """A curve for each line that has points."""
-        keys = self.keys(marked)
-        return [
-            Curve(keys[name], *map(list, zip(*some, strict=True))) for name, some in points.items()
-        ]
+        curves = []
+        for name, some in points.items():
+            row = self.longest[name]
+            color = models.index((row["model"], row["model_path"]))
+            key = Key(name, color, ropes.index(row["rope"]), marked=marked)
+            curves.append(Curve(key, *map(list, zip(*some, strict=True))))
+        return curves
 
     def figure(
         self, name: str, alt: str, caption: str, points: Points, y_label: str, **options: Any

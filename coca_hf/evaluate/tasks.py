@@ -153,13 +153,20 @@ def task_rows(
         with_lm_eval = settings["versions"] | {"lm-eval": versions("lm-eval").get("lm-eval")}
         return settings | {"versions": with_lm_eval}
 
-    by_lm_eval = ("metric", "filter")  # known once a benchmark has run
+    def known(settings: dict) -> list[dict]:
+        """The rows of every metric and filter, which are known once a benchmark has run."""
+        return run.store.find(TasksRow, settings, but=("metric", "filter"))
+
+    def complete(settings: dict) -> list[dict]:
+        rows = known(settings)
+        return rows if rows and len(rows) >= rows[0].get("metrics", 1) else []
 
     def measured(rope: Rope, wanted: list[dict]) -> list[dict]:
         (settings,) = wanted
-        rows = run.store.find(TasksRow, settings, by_lm_eval)
+        rows = known(settings)
         done = {(row["metric"], row["filter"]) for row in rows}
-        batches = run.batches(f"tasks  {settings['benchmark']}", settings["length"] or "too many")
+        watch = partial(run.progress, description=f"tasks  {settings['benchmark']}")
+        batches = Batches(run.batch_size, watch, settings["length"] or "too many")
         for result, samples in _measure(run.loaded, rope, settings, include_path, batches):
             if (result["metric"], result["filter"]) not in done:
                 rows.append(run.store.append(TasksRow, settings | result, {"samples": samples}))
@@ -167,7 +174,7 @@ def task_rows(
 
     each_rope = itertools.product(run.ropes, wanted)
     asked = [(rope, [settings_of(rope, *benchmark)]) for rope, benchmark in each_rope]
-    return run.store.each(TasksRow, asked, measured, by_lm_eval, "benchmarks")
+    return run.each(asked, complete, measured, "benchmarks")
 
 
 def _measure(
@@ -179,12 +186,11 @@ def _measure(
     """
     name, length, began = settings["benchmark"], settings["length"], time.perf_counter()
     use_rope_(loaded.model, rope, length or trained_length(loaded.model.config) or 2048)
-    found: list[tuple[dict, list[dict]]] = [({"metric": None, "filter": None, "value": None}, [])]
-    error = None
+    found: list[tuple[dict, list[dict]]]
     try:
         found = _metrics(_evaluate(loaded, settings, include_path, batches), name, length)
     except NoValue as failure:
-        error = str(failure)
+        found = [({"metric": None, "filter": None, "value": None, "error": str(failure)}, [])]
     except CocaError:
         raise
     except Exception as failure:  # data sets, packages and lm-eval itself raise anything
@@ -203,10 +209,7 @@ def _measure(
         "seconds": round(time.perf_counter() - began, 3),
         "date": now(),
     }
-    for result, _ in found:
-        if error is None and not math.isfinite(result["value"]):
-            result |= {"value": None, "error": f"the metric is {result['value']}"}
-    defaults = {"stderr": None, "scored": 0, "error": error}
+    defaults = {"stderr": None, "scored": 0, "error": None}
     return [(defaults | result | shared, samples) for result, samples in found]
 
 
@@ -323,9 +326,11 @@ def _metrics(
             for sample in some
             if sample["filter"] == filter_name
         ]
-        result = {"metric": metric, "filter": filter_name, "value": float(value)}
+        result = {"metric": metric, "filter": filter_name, "value": float(value), "scored": scored}
         result["stderr"] = _stderr([sample["score"] for sample in samples], value)
-        found.append((result | {"scored": scored}, samples))
+        if not math.isfinite(value):
+            result |= {"value": None, "error": f"the metric is {float(value)}"}
+        found.append((result, samples))
     return found
 
 

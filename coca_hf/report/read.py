@@ -10,10 +10,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.measurements import MEASUREMENTS
-from coca_hf.evaluate.rows import BESIDE, SHARED, fields, label, latest, marked, read_rows
+from coca_hf.evaluate.rows import BESIDE, ROWS, SHARED, fields, label, latest, marked, read_rows
 from coca_hf.evaluate.tables import Table
-
-ROWS = "rows.jsonl"  # in the --out of coca-eval
 
 
 def read_tables(runs: Sequence[Path]) -> list[Table]:
@@ -84,8 +82,8 @@ def _read(run: Path) -> list[dict]:
     """The rows of a directory, checked, with paths in `raw`."""
     path = run / ROWS
     if not path.is_file():
-        raise CocaError(f"{run}: got no rows.jsonl there, expected the --out of coca-eval")
-    rows, _ = read_rows(path)
+        raise CocaError(f"{run}: got no {ROWS} there, expected the --out of coca-eval")
+    rows = read_rows(path)
     if not rows:
         raise CocaError(f"{path}: got no rows, expected at least one; run coca-eval first")
     for line_number, row in enumerate(rows, 1):

@@ -9,13 +9,13 @@ from pathlib import Path
 from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.loaded_model import check_choice
 from coca_hf.evaluate.measurements import MEASUREMENTS
-from coca_hf.evaluate.rows import last_trained_length
+from coca_hf.evaluate.rows import ROWS, last_trained_length
 from coca_hf.evaluate.tables import Measurement, Table, data_of
 from coca_hf.files import replace_text, replacing
 from coca_hf.page import Bullets, Code, Fold, Grid, Part, Section, Text, escape, markdown
 from coca_hf.report.html import html
 from coca_hf.report.plots import draw, to_png
-from coca_hf.report.read import ROWS, read_tables
+from coca_hf.report.read import read_tables
 from coca_hf.report.recovery import read_recovery, recovery
 
 TITLE = "Evaluation"

@@ -1,5 +1,7 @@
-"""A run as the commands make it, and the options of the commands."""
+"""Runs and cases as the commands make them, and the options of the commands."""
 
+from coca_hf.evaluate import passkey, recall
+from coca_hf.evaluate.answers import fit_case
 from coca_hf.evaluate.loaded_model import parse_ropes
 from coca_hf.evaluate.rows import RowStore, Run
 
@@ -19,3 +21,11 @@ OPTIONS = {  # of the command of each measurement
 def run_of(loaded, out, *lengths, ropes="default", batch_size=None):
     """Rows of `loaded` at `lengths`, in the directory `out`, beside those that are there."""
     return Run(loaded, [*lengths], parse_ropes(ropes), RowStore(out), batch_size)
+
+
+def passkey_case(tokenizer, length, seed, number, variant="paper", depths=None):
+    return fit_case(tokenizer, length, passkey.draw(length, seed, number, variant, depths))
+
+
+def recall_case(tokenizer, length, seed, number, pairs):
+    return fit_case(tokenizer, length, recall.draw(length, seed, number, pairs))

@@ -17,12 +17,11 @@ from coca_hf.evaluate.passkey import (
     VARIANTS,
     Case,
     answers,
-    make_case,
     passkey_rows,
 )
 from coca_hf.evaluate.rows import Batches
 from tests.evaluate.reader import reads
-from tests.evaluate.runs import run_of
+from tests.evaluate.runs import passkey_case, run_of
 
 SHORTEST = 227  # bytes of the prompt without any filler
 FILLER_LEN = 90  # and of one more filler, with its line break
@@ -47,7 +46,7 @@ def read_key(prompt):
 
 
 def test_the_prompt_is_the_papers_word_for_word(tiny_tokenizer):
-    case = make_case(tiny_tokenizer, SHORTEST + 4 * FILLER_LEN + 2, seed=0, case_number=2)
+    case = passkey_case(tiny_tokenizer, SHORTEST + 4 * FILLER_LEN + 2, 0, 2)
     before = round(case.depth * 4)
     assert 0 < before < 4
     assert tiny_tokenizer.decode(case.token_ids) == (
@@ -61,7 +60,7 @@ def test_the_prompt_is_the_papers_word_for_word(tiny_tokenizer):
 
 
 def test_depths_are_spread_over_the_whole_prompt(tiny_tokenizer):
-    depths = [make_case(tiny_tokenizer, 760, 0, number).depth for number in range(120)]
+    depths = [passkey_case(tiny_tokenizer, 760, 0, number).depth for number in range(120)]
     shares = [
         sum(low <= depth < low + 0.25 for depth in depths) / 120 for low in (0.0, 0.25, 0.5, 0.75)
     ]
@@ -71,10 +70,10 @@ def test_depths_are_spread_over_the_whole_prompt(tiny_tokenizer):
 
 
 def test_a_case_depends_on_seed_length_and_number_only(tiny_tokenizer):
-    case = make_case(tiny_tokenizer, 500, 7, 3)
-    assert make_case(tiny_tokenizer, 500, 7, 3) == case
+    case = passkey_case(tiny_tokenizer, 500, 7, 3)
+    assert passkey_case(tiny_tokenizer, 500, 7, 3) == case
     others = [(500, 7, 4), (500, 8, 3), (501, 7, 3)]
-    assert len({case.key, *(make_case(tiny_tokenizer, *other).key for other in others)}) == 4
+    assert len({case.key, *(passkey_case(tiny_tokenizer, *other).key for other in others)}) == 4
 
 
 @pytest.mark.parametrize(
@@ -103,7 +102,7 @@ def test_accuracy_is_the_share_of_correct_cases_and_each_has_a_record(tiny_token
     assert all(record["correct"] == (record["key"] % 2 == 0) for record in records)
     assert 0 < row["value"] < 1
     assert row["value"] == sum(record["correct"] for record in records) / 20
-    first = make_case(tiny_tokenizer, 400, 2, 0)
+    first = passkey_case(tiny_tokenizer, 400, 2, 0)
     for name in ("key", "depth", "distance"):
         assert records[0][name] == getattr(first, name)
     assert {record["row_id"] for record in records} == {row["row_id"]}
@@ -115,7 +114,7 @@ def test_a_batch_gives_the_answers_of_single_cases(kind, request):
     loaded.model.double()
     lengths = (SHORTEST, 700, 325)  # cases that need much padding
     cases = [
-        make_case(loaded.tokenizer, length, 0, number) for number, length in enumerate(lengths)
+        passkey_case(loaded.tokenizer, length, 0, number) for number, length in enumerate(lengths)
     ]
     together = answers(loaded, cases, 9, Batches(3))
     alone = [answers(loaded, [case], 9, Batches())[0] for case in cases]
@@ -124,7 +123,7 @@ def test_a_batch_gives_the_answers_of_single_cases(kind, request):
 
 
 def test_decoding_is_greedy_whatever_the_checkpoint_prefers(llama):
-    cases = [make_case(llama.tokenizer, 320, 0, number) for number in range(2)]
+    cases = [passkey_case(llama.tokenizer, 320, 0, number) for number in range(2)]
     greedy = answers(llama, cases, 12, Batches())
     llama.model.generation_config.update(
         do_sample=True, temperature=9.0, repetition_penalty=5.0, min_new_tokens=3
@@ -181,7 +180,7 @@ def test_prompts_of_subwords_fill_their_length_and_hold_the_key_at_the_stated_pl
     kind = VARIANTS[variant]
     room = len(bpe_tokenizer(FILLER + "\n\n")["input_ids"]) if variant == "paper" else 4
     for number in range(20):
-        case = make_case(bpe_tokenizer, length, 5, number, variant)
+        case = passkey_case(bpe_tokenizer, length, 5, number, variant)
         assert length - room <= len(case.token_ids) <= length
         assert kind.keys[0] <= case.key <= kind.keys[1]
         sentence = kind.sentence.format(key=case.key)
@@ -196,7 +195,7 @@ def test_prompts_of_subwords_fill_their_length_and_hold_the_key_at_the_stated_pl
 def test_cases_take_the_depths_of_a_grid_in_turn(tiny_tokenizer):
     """With 22 fillers of 90 bytes, grid points are at most half a filler off."""
     cases = [
-        make_case(tiny_tokenizer, SHORTEST + 22 * FILLER_LEN + 2, 0, number, depths=5)
+        passkey_case(tiny_tokenizer, SHORTEST + 22 * FILLER_LEN + 2, 0, number, depths=5)
         for number in range(10)
     ]
     assert [case.depth for case in cases] == pytest.approx(
@@ -212,7 +211,7 @@ def test_the_prompts_of_other_scripts_are_theirs_and_never_too_long(
     variant, length, tiny_tokenizer
 ):
     for number in range(8):
-        case = make_case(tiny_tokenizer, length, 3, number, variant)
+        case = passkey_case(tiny_tokenizer, length, 3, number, variant)
         # Filler is cut by characters, and a byte is a token
         assert length - 2 < len(case.token_ids) <= length
         assert 1 <= case.key <= 50_000
@@ -289,7 +288,7 @@ def test_landmark_scores_the_key_without_generation(tiny_tokenizer, tmp_path):
     row = measure(loaded, tmp_path, 400, 5, variant="landmark", batch_size=2)
     assert (row["value"], row["new_tokens"], row["error"]) == (1.0, 0, None)
     assert row["nats_per_digit"] < 1e-6
-    cases = [make_case(tiny_tokenizer, 400, 0, number, "landmark") for number in range(5)]
+    cases = [passkey_case(tiny_tokenizer, 400, 0, number, "landmark") for number in range(5)]
     outputs = [line["output"] for line in cases_in(row, tmp_path)]
     assert outputs == [f" {case.key}" for case in cases]
 

@@ -115,7 +115,7 @@ def test_models_in_turns_and_benchmarks_are_counted_as_such(
     with Progress(log) as progress:
         for lengths in ([16], [16, 24]):
             run = run_of(coca, tmp_path, *lengths)
-            run.store.progress = progress
+            run.progress = progress
             list(speed_rows(run, llama, ["prefill", "decode"], repeats=1, warmup=0))
         run.lengths = []
         for names in (["coca_answer"], ["coca_answer", "coca_likelihood"]):

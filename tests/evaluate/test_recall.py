@@ -11,12 +11,11 @@ from transformers import PreTrainedTokenizerFast
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.answers import Case, score_answers
 from coca_hf.evaluate.passkey import FILLER, VARIANTS
-from coca_hf.evaluate.passkey import make_case as make_passkey
-from coca_hf.evaluate.recall import make_case, recall_rows
+from coca_hf.evaluate.recall import recall_rows
 from coca_hf.evaluate.rows import Batches
 from coca_hf.tokens import around_text
 from tests.evaluate.reader import reads
-from tests.evaluate.runs import run_of
+from tests.evaluate.runs import passkey_case, recall_case, run_of
 
 
 def looked_up(prompt):
@@ -34,7 +33,7 @@ def measure(loaded, out, length=260, batch_size=None, **options):
 def test_a_list_fills_its_length_and_asks_for_one_of_its_lines(tiny_tokenizer, length, pairs):
     depths, asked = [], set()
     for number in range(20):
-        case = make_case(tiny_tokenizer, length, 3, number, pairs)
+        case = recall_case(tiny_tokenizer, length, 3, number, pairs)
         text = tiny_tokenizer.decode(case.token_ids)
         lines = re.findall(r"^(\d+): (\d+)$", text, re.MULTILINE)
         assert length - len(FILLER) - 1 <= len(case.token_ids) <= length
@@ -53,10 +52,12 @@ def test_a_list_fills_its_length_and_asks_for_one_of_its_lines(tiny_tokenizer, l
 
 
 def test_a_case_depends_on_seed_length_pairs_and_number_only(tiny_tokenizer):
-    case = make_case(tiny_tokenizer, 300, 7, 3, 8)
-    assert make_case(tiny_tokenizer, 300, 7, 3, 8) == case
+    case = recall_case(tiny_tokenizer, 300, 7, 3, 8)
+    assert recall_case(tiny_tokenizer, 300, 7, 3, 8) == case
     others = [(300, 7, 4, 8), (300, 8, 3, 8), (301, 7, 3, 8), (300, 7, 3, 9)]
-    assert len({case.answer, *(make_case(tiny_tokenizer, *other).answer for other in others)}) == 5
+    assert (
+        len({case.answer, *(recall_case(tiny_tokenizer, *other).answer for other in others)}) == 5
+    )
 
 
 @pytest.mark.parametrize("variant", [None, *VARIANTS])
@@ -68,8 +69,8 @@ def test_a_prompt_omits_the_tokens_that_end_a_text(tiny_tokenizer, variant):
 
     def case_of(tokenizer, length):
         if variant:
-            return make_passkey(tokenizer, length, 7, 3, variant)
-        return make_case(tokenizer, length, 7, 3, 8)
+            return passkey_case(tokenizer, length, 7, 3, variant)
+        return recall_case(tokenizer, length, 7, 3, 8)
 
     case, expected = case_of(ends, 501), case_of(tiny_tokenizer, 501)
     assert case.token_ids[0] == 1
@@ -114,7 +115,7 @@ def test_losses_are_those_of_a_loop_over_cases(coca, tmp_path):
     row = measure(coca, tmp_path, num_cases=5, seed=2, batch_size=2)
     lines = pq.read_table(tmp_path / row["raw"]["cases"]).to_pylist()
     for number, line in enumerate(lines):
-        case = make_case(coca.tokenizer, 260, 2, number, 8)
+        case = recall_case(coca.tokenizer, 260, 2, number, 8)
         ids = torch.tensor([case.token_ids + case.answer_ids])
         logits = coca.model(ids).logits[0, len(case.token_ids) - 1 : -1].log_softmax(-1)
         nll = -logits.gather(1, torch.tensor(case.answer_ids)[:, None]).sum().item()
