@@ -90,6 +90,15 @@ class LayerPairs:
 
         return theirs, _filled(self._coca.model.layers[number], made)
 
+    def storage(self, blocks: Tensor) -> str:
+        """The device for what a layer computes from `blocks`: the GPU if that takes half of it at most."""
+        if not self.device.startswith("cuda"):
+            return self.device
+        heads = self.config.num_attention_heads + self.config.num_key_value_heads
+        needed = blocks.numel() * (self.config.hidden_size + heads * self.config.head_dim) * 4
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return self.device if needed < free / 2 else "cpu"
+
     def embeddings(self) -> Tensor:
         """The input of layer 0 for every token, (vocabulary, hidden), in the dtype of the source."""
         return self._coca.model.before_layers(self._read("model.embed_tokens.weight"))
