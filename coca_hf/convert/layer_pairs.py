@@ -68,9 +68,6 @@ class LayerPairs:
     def __len__(self) -> int:
         return self.config.num_hidden_layers
 
-    def is_fitted(self, number: int) -> bool:
-        return number in self.layout.converted
-
     @torch.autocast("cpu", enabled=False)  # keeps W_T's scale exact
     def load(self, number: int) -> tuple[Any, Any]:
         """Layer `number` of the original and of the CoCA model, which share equal tensors."""
@@ -82,7 +79,7 @@ class LayerPairs:
 
         def made(name: str) -> Tensor:
             target = self._targets[f"model.layers.{number}.{name}"]
-            if self.is_fitted(number) and target.module in FITTED:
+            if number in self.layout.converted and target.module in FITTED:
                 return initialiser.make(target).to(self.device, torch.float32, copy=True)
             if target.is_carried_over:
                 return carried_over(target.source)
