@@ -25,7 +25,7 @@ from coca_hf.convert.calibration import Calibration, Report
 from coca_hf.convert.config import Form, check_kept_window, coca_class
 from coca_hf.convert.initialise import RULE
 from coca_hf.convert.layout import Layout, source_shapes
-from coca_hf.convert.source import has_numbers, open_source
+from coca_hf.convert.source import open_source
 from coca_hf.convert.writer import (
     FinishedShard,
     Progress,
@@ -39,11 +39,11 @@ from coca_hf.convert.writer import (
 )
 from coca_hf.documents import check_text_options, commit_of, local_files
 from coca_hf.errors import CocaError, library_errors
-from coca_hf.models.hub import without_paths
+from coca_hf.models.hub import RECORDS, without_paths
 from coca_hf.provenance import now, versions
 from coca_hf.weights import HEADS, parse_size
 
-RECORD, TRAINING_RECORD = "conversion.json", "training.json"
+RECORD, TRAINING_RECORD = RECORDS
 # in training.json, for coca-train to compare weights and config with; conversion changes both
 HASHES = ("weights_xxh3_128", "config_xxh3_128")
 
@@ -151,7 +151,7 @@ def convert_checkpoint(
         ignore_fields,
         content_pairs,
         [] if isinstance(content, str) else content,
-        None if ranked else keep_window,
+        keep_window,
         log_scale,
     )
     sources = [src] if adapter is None else [src, os.fspath(adapter)]
@@ -202,16 +202,15 @@ def convert_checkpoint(
                 chooses_content=chooses_content,
             )
 
-        def keeping(kept: Sequence[int]) -> Layout:
-            return Layout(source, dataclasses.replace(form, kept_window=keep_window), kept)
-
         expected, possible = layout, [layout]
         if ranked:  # which layers they are does not change the sizes
-            expected = keeping(layout.converted[: 0 if ranked == "auto" else int(ranked)])
-            possible.append(keeping(range(layout.config.num_hidden_layers)))
+            some = layout.converted[: 0 if ranked == "auto" else int(ranked)]
+            expected = Layout(source, form, some)
+            possible.append(Layout(source, form, range(layout.config.num_hidden_layers)))
         preflight.check_room(expected, target, *(calibration.needs[1:] if calibration else ()))
         tokenizer = _begin(staging, layout, calibration)
-        numbers_are_here, began = has_numbers(source, scratch), time.perf_counter()
+        # weights in `scratch` are headers alone
+        numbers_are_here, began = scratch not in source.directory.parents, time.perf_counter()
         if (calibration or dry_run) and numbers_are_here:
             preflight.check_numbers(possible)
         if dry_run:
@@ -219,22 +218,20 @@ def convert_checkpoint(
             plan = _plan(expected, target, seconds)
             if calibration:
                 plan["calibration"] = calibration.plan(layout, numbers_are_here)
-            if ranked:
-                plan["kept_layers"] = ranked
-            if ranked and keep_window:
-                plan["kept_window"] = keep_window
-            if content and (chooses_content or ranked):
-                plan["content_layers"] = content
-            return plan
+            asked = {
+                "kept_layers": ranked,
+                "kept_window": keep_window if ranked else None,
+                "content_layers": content if ranked or chooses_content else None,
+            }
+            return plan | {name: value for name, value in asked.items() if value}
         if calibration:
             if chooses_content:
                 chosen = calibration.content_layers(layout, staging.calibrated, report)
                 form = dataclasses.replace(form, content_layers=chosen)
                 layout = Layout(source, form, named)
             if ranked:
-                layout = keeping(
-                    calibration.most_harmful(layout, ranked, staging.calibrated, report)
-                )
+                kept = calibration.most_harmful(layout, ranked, staging.calibrated, report)
+                layout = Layout(source, form, kept)
             if chooses_content or ranked:
                 tokenizer = _begin(staging, layout, calibration)
             calibration.run(layout, staging.calibrated, report)
