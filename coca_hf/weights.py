@@ -32,8 +32,8 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 # and the types in which quantized weights are stored
 TYPES = {**FLOATS, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I8": torch.int8}
 STORED_AS = {dtype: name for name, dtype in TYPES.items()}
-UNITS = {"": 1} | {f"{letter}B": 1000**power for power, letter in enumerate(["", *"KMGT"])}
-UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
+UNITS = {"": 1} | {f"{letter}b": 1000**power for power, letter in enumerate(["", *"kmgt"])}
+UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}
 
 
 class StoredTensor(NamedTuple):
@@ -316,8 +316,7 @@ def is_derived(name: str, config: PreTrainedConfig) -> bool:
 def parse_size(text: str, where: str) -> int:
     """Bytes in `5GB`, `500MB`, `1.5GiB` or plain bytes; `where` begins the CocaError for others."""
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)\s*", text, re.ASCII)
-    units = {unit.lower(): size for unit, size in UNITS.items()}
-    unit = units.get(match[2].lower(), 0) if match else 0
+    unit = UNITS.get(match[2].lower(), 0) if match else 0
     size = int(float(match[1]) * unit) if match else 0
     if size < 1:
         raise CocaError(f"{where}: got {text!r}, expected a size as in 500MB, 5GB or 24GiB")

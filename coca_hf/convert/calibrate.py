@@ -22,6 +22,7 @@ Letters: see `models/attention.py`; n_b blocks of text.
 
 import contextlib
 import copy
+import dataclasses
 import itertools
 import math
 import statistics
@@ -66,9 +67,23 @@ class AttentionInputs(NamedTuple):
     sin: Tensor
 
 
-def default_passes(num_blocks: int) -> int:
-    """The passes over the blocks that make at least `STEPS` steps of one block."""
-    return math.ceil(STEPS / num_blocks)
+@dataclasses.dataclass(frozen=True)
+class FitTask:
+    """What all layers are fitted and measured on, and how.
+
+    blocks: (n_b, m) token ids to fit on; held_out: (n, m) others, to measure on. passes: over the
+    blocks. seed: decides their order. chooses_content: whether trial fits choose the content pairs
+    of every layer. ranked_tokens: how many tokens the layers are ranked on afterwards, perhaps none.
+    settings: everything that decides the fitted tensors, as text.
+    """
+
+    blocks: Tensor
+    held_out: Tensor
+    passes: int
+    seed: int = 0
+    chooses_content: bool = False
+    ranked_tokens: int = 0
+    settings: str = ""
 
 
 def matrix_dtype(device: str) -> torch.dtype:
@@ -324,22 +339,14 @@ def divergences(attention: CocaAttention, seen: AttentionInputs) -> Tensor:
 
 
 def expected_seconds(
-    pairs: LayerPairs,
-    blocks: Tensor,
-    held_out: Tensor,
-    passes: int,
-    missing: Collection[int],
-    storage: str,
-    chooses_content: bool = False,
-    ranked_tokens: int = 0,
-    first: int = 0,
+    pairs: LayerPairs, task: FitTask, missing: Collection[int], first: int = 0
 ) -> float:
     """The seconds that calibration takes from layer `first` on, if it has to fit the `missing`.
 
     A batch is run through the first of these layers, and a few steps are made, on weights that are
-    loaded only for this. storage: as in `run_original`. chooses_content: whether trial fits choose
-    each layer's content pairs. ranked_tokens: how many tokens the layers are ranked on afterwards.
+    loaded only for this.
     """
+    blocks, layers = task.blocks, len(pairs)
     with precision(pairs.dtype):
         began = time.perf_counter()
         theirs, ours = pairs.load(min(missing))
@@ -347,7 +354,7 @@ def expected_seconds(
         ids = blocks[next(batches(blocks))]
         states = pairs.embeddings()[ids].float()
         positions = torch.arange(ids.shape[1], device=pairs.device).expand(ids.shape)
-        places = states, torch.empty_like(states), positions
+        places, storage = (states, torch.empty_like(states), positions), pairs.storage(blocks)
 
         def run() -> AttentionInputs:
             return run_original(theirs, *places, pairs.angles, storage)
@@ -356,23 +363,18 @@ def expected_seconds(
         seen = AttentionInputs(*(part[:1] for part in run()))
         divergences(attention, seen)
         fit(attention, seen, 1, seed=0)
-        forward, measure, step = (
-            _seconds(work, pairs.device)
-            for work in (
-                run,
-                lambda: divergences(attention, seen),
-                lambda: fit(attention, seen, 1, seed=0),
-            )
-        )
-    layers, held_out_tokens = len(pairs), held_out.numel()
+        forward = _seconds(run, pairs.device)
+        measure = _seconds(lambda: divergences(attention, seen), pairs.device)
+        step = _seconds(lambda: fit(attention, seen, 1, seed=0), pairs.device)
     reads = layers - first
-    tokens = blocks.numel() * (max(missing) + 1 - first) + 3 * held_out_tokens * reads
-    if ranked_tokens:  # a run per layer, and then another calibration with the kept layers
-        tokens += ranked_tokens * layers * (layers + 3) // 2 + 3 * held_out_tokens * layers
+    tokens = blocks.numel() * (max(missing) + 1 - first) + 3 * task.held_out.numel() * reads
+    if task.ranked_tokens:  # a run per layer, and then another calibration with the kept layers
+        tokens += task.ranked_tokens * layers * (layers + 3) // 2
+        tokens += 3 * task.held_out.numel() * layers
         reads += 2 * layers
-    trials, few = 2 if chooses_content else 0, len(blocks[:: _trial_stride(len(blocks))])
-    steps = passes * len(blocks) + trials * few * math.ceil(TRIAL_STEPS / few)
-    fits = steps * step + (2 + trials) * len(held_out) * measure
+    trials, few = 2 if task.chooses_content else 0, len(blocks[:: _trial_stride(len(blocks))])
+    steps = task.passes * len(blocks) + trials * few * math.ceil(TRIAL_STEPS / few)
+    fits = steps * step + (2 + trials) * len(task.held_out) * measure
     return reads * read + tokens / ids.numel() * forward + len(missing) * fits
 
 

@@ -28,13 +28,14 @@ from typing import NamedTuple
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from coca_hf import models
 from coca_hf.convert.calibrate import (
-    default_passes,
+    STEPS,
+    FitTask,
     divergences,
     expected_seconds,
     fit,
@@ -85,15 +86,13 @@ class FittedLayers(NamedTuple):
     """The fitted tensors by name in the CoCA model, in float32, and their quality on held-out text.
 
     tensors: mapped from their files. content_layers: the fitted layers with content pairs in every
-    second of the other pairs. perplexity: of `original`, `start` and `calibrated`. seconds:
-    of this run, by part.
+    second of the other pairs. perplexity: of `original`, `start` and `calibrated`.
     """
 
     tensors: dict[str, Tensor]
     content_layers: list[int]
     layers: list[LayerFit]
     perplexity: dict[str, float]
-    seconds: dict[str, float]
 
 
 class CalibrationProgress(NamedTuple):
@@ -119,8 +118,8 @@ class Needs(NamedTuple):
 class Calibration:
     """The calibration of the source of `layout` on the documents of `place`.
 
-    ranked_tokens: how many tokens the layers are ranked on after the fit, perhaps none.
-    chooses_content: whether the fit decides which layers are content layers.
+    ranks_layers: whether the caller asks for `most_harmful`. chooses_content: whether the fit decides
+    which layers are content layers.
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class Calibration:
         device: str,
         seed: int,
         ranks_layers: bool,
-        chooses_content: bool = False,
+        chooses_content: bool,
     ):
         if (layout.from_coca and not layout.converted) or layout.released:
             raise CocaError(
@@ -152,49 +151,59 @@ class Calibration:
                 "positions for numbers of keys, expected none; calibrate without it (--log-scale 0 "
                 "takes a source's away), and give it to the trained model with --log-scale"
             )
-        self.text, self.text_commit, self.device, self.seed = place[0], place[4], device, seed
         # tokenizing turns off its truncation and padding, which the checkpoint's must keep
-        self.tokenizer = copy.deepcopy(layout.source.tokenizer)
-        text_blocks, self.held_out = calibration_blocks(
-            place, self.tokenizer, layout.config, num_tokens, block_tokens, seed
+        tokenizer = copy.deepcopy(layout.source.tokenizer)
+
+        def with_repeated(blocks: Tensor) -> Tensor:
+            return torch.cat((blocks, repeated_blocks(blocks, tokenizer, layout.config, seed)))
+
+        text_blocks, held_out = calibration_blocks(
+            place, tokenizer, layout.config, num_tokens, block_tokens, seed
         )
-        repeated = repeated_blocks(text_blocks, self.tokenizer, layout.config, seed)
-        self.blocks, self.text_tokens = torch.cat((text_blocks, repeated)), text_blocks.numel()
-        self.blocks_hash = xxhash.xxh3_128_hexdigest(bytes_of(self.blocks))
-        self.passes, self.dtype = passes or default_passes(len(self.blocks)), matrix_dtype(device)
-        self.chooses_content = chooses_content
-        self.ranked_tokens = 2 * self._ranking_blocks().numel() if ranks_layers else 0
-        self.needs = needs(layout, self.blocks, self.held_out, self.dtype, self.ranked_tokens)
+        blocks = with_repeated(text_blocks)
+        # layers are ranked on half of the held-out text
+        self.ranking_blocks = with_repeated(held_out[: max(1, len(held_out) // 2)])
+        passes = passes or math.ceil(STEPS / len(blocks))
+        self.text, self.text_commit, self.device = place[0], place[4], device
+        self.dtype = matrix_dtype(device)
+        self.blocks_hash = xxhash.xxh3_128_hexdigest(bytes_of(blocks))
         files = [file for folder in CODE for file in sorted(folder.glob("*.py"))]
         others = ("coca_kept_layers", "coca_kept_window", "dtype")
         settings = {
             "source": layout.source.states(),
-            "blocks": [self.blocks.shape, self.blocks_hash],
-            "held out": xxhash.xxh3_128_hexdigest(bytes_of(self.held_out)),
-            "fit": [layout.config.coca_constraint, seed, self.passes, device, self.dtype],
+            "blocks": [blocks.shape, self.blocks_hash],
+            "held out": xxhash.xxh3_128_hexdigest(bytes_of(held_out)),
+            "fit": [layout.config.coca_constraint, seed, passes, device, self.dtype],
             "chooses content": chooses_content,
             "code": [xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in files],
             # fitted tensors are float32, and do not depend on which other layers are kept
             "config": layout.config.to_dict() | dict.fromkeys(others),
             "versions": versions("torch", "transformers"),
         }
-        self.settings = json.dumps(settings, default=str)
+        self.task = FitTask(
+            blocks,
+            held_out,
+            passes,
+            seed,
+            chooses_content,
+            ranked_tokens=self.ranking_blocks.numel() if ranks_layers else 0,
+            settings=json.dumps(settings, default=str),
+        )
+        self.needs = needs(layout, self.task, self.dtype)
         self.harms: list[float] | None = None
-        self.seconds, self.seconds_by_part = 0.0, Counter[str]()
+        self.began, self.seconds = 0.0, Counter[str]()
 
     def plan(self, layout: Layout, has_numbers: bool) -> dict:
-        """What `run` would take; the time is known if the weights are here to time a step."""
+        """What calibration from `layout` on would take; the time is known if the weights are here to
+        time a step, and there is a layer to fit.
+        """
         seconds = None
-        if has_numbers:
+        if has_numbers and layout.converted:
             pairs = LayerPairs(layout, self.device, self.dtype)
-            fitted, storage = layout.converted, _storage(pairs, self.blocks)
-            texts, ranked = (self.blocks, self.held_out), self.ranked_tokens
-            seconds = expected_seconds(
-                pairs, *texts, self.passes, fitted, storage, self.chooses_content, ranked
-            )
+            seconds = expected_seconds(pairs, self.task, layout.converted)
         return {
-            "tokens": self.blocks.numel(),
-            "passes": self.passes,
+            "tokens": self.task.blocks.numel(),
+            "passes": self.task.passes,
             "device": self.device,
             "memory_bytes": self.needs.memory,
             "disk_bytes": self.needs.disk_states + self.needs.disk_layers,
@@ -203,80 +212,64 @@ class Calibration:
 
     def run(self, layout: Layout, folder: Path, report: Report) -> None:
         """Fit the layers of `layout`, which receives the tensors; `record` says what was done."""
-        began = time.perf_counter()
-        done = self._fit(layout, folder, report)
+        done, task = self._fit(layout, folder, report), self.task
         layout.calibrated = done.tensors
+        half = task.blocks.numel() // 2  # the other half has repeated passages
         record = {
             "text": self.text,
             "text_commit": self.text_commit,
             "blocks_xxh3_128": self.blocks_hash,
-            "tokens": self.text_tokens,
-            "repeated_tokens": self.blocks.numel() - self.text_tokens,
-            "block_tokens": self.blocks.shape[1],
+            "tokens": half,
+            "repeated_tokens": half,
+            "block_tokens": task.blocks.shape[1],
             "reach": reach(layout.config),
-            "held_out_tokens": self.held_out.numel(),
-            "seed": self.seed,
-            "passes": self.passes,
+            "held_out_tokens": task.held_out.numel(),
+            "seed": task.seed,
+            "passes": task.passes,
             "device": self.device,
             "perplexity": done.perplexity,
             "attention_kl": [layer._asdict() for layer in done.layers],
             "layer_harm": self.harms,
-            "seconds": round(self.seconds + time.perf_counter() - began, 1),
-            "seconds_by_part": {name: round(s, 1) for name, s in self.seconds_by_part.items()},
+            "seconds": round(time.perf_counter() - self.began, 1),
+            "seconds_by_part": {name: round(s, 1) for name, s in self.seconds.items()},
         }
         self.record = {name: value for name, value in record.items() if value is not None}
 
     def content_layers(self, layout: Layout, folder: Path, report: Report) -> list[int]:
         """Fit all layers; returns those that are content layers, with the ones of the source."""
-        began = time.perf_counter()
         found = self._fit(layout, folder, report).content_layers
-        self.seconds += time.perf_counter() - began
         return sorted({*found, *layout.config.coca_content_layers})
 
     def most_harmful(
         self, layout: Layout, number: int | str, folder: Path, report: Report
     ) -> list[int]:
         """Fit all layers, and return the `number` (or `auto`) whose conversion harms most."""
-        began = time.perf_counter()
-        done = self._fit(layout, folder, report)
-        text_blocks = self._ranking_blocks()
-        repeated = repeated_blocks(text_blocks, self.tokenizer, layout.config, self.seed)
-        blocks = torch.cat((text_blocks, repeated))
-        self.harms = layer_harms(LayerPairs(layout, self.device), done.tensors, blocks, folder)
-        self.seconds += time.perf_counter() - began
+        fitted, pairs = self._fit(layout, folder, report).tensors, LayerPairs(layout, self.device)
+        self.harms = layer_harms(pairs, fitted, self.ranking_blocks, folder)
         return most_harmful(self.harms, None if number == "auto" else int(number))
 
-    def _ranking_blocks(self) -> Tensor:
-        """The half of the held-out text that layers are ranked on, also with repeated passages."""
-        return self.held_out[: max(1, len(self.held_out) // 2)]
-
     def _fit(self, layout: Layout, folder: Path, report: Report) -> FittedLayers:
-        pairs, texts = LayerPairs(layout, self.device, self.dtype), (self.blocks, self.held_out)
-        run = CalibrationRun(
-            *(pairs, *texts, folder, self.passes, self.seed, self.settings),
-            ranked_tokens=self.ranked_tokens,
-            chooses_content=self.chooses_content,
-        )
+        self.began = self.began or time.perf_counter()
+        run = CalibrationRun(LayerPairs(layout, self.device, self.dtype), self.task, folder)
         done = run.fit_layers(report)
-        self.seconds_by_part.update(done.seconds)
+        self.seconds.update(run.seconds)
         return done
 
 
-def needs(
-    layout: Layout, blocks: Tensor, held_out: Tensor, dtype: torch.dtype, ranked_tokens: int = 0
-) -> Needs:
-    config, tokens = layout.config, blocks.numel() + held_out.numel()
+def needs(layout: Layout, task: FitTask, dtype: torch.dtype) -> Needs:
+    config, tokens = layout.config, task.blocks.numel() + task.held_out.numel()
     first = f"model.layers.{min(layout.converted, default=0)}."
     layer = [target for target in layout.targets if target.name.startswith(first)]
     fitted = sum(math.prod(target.shape) for target in layer if target.module in FITTED)
     weights = sum(math.prod(target.shape) for target in layer) * dtype.itemsize
     heads = config.num_attention_heads + config.num_key_value_heads
     seen = tokens * (config.hidden_size + heads * config.head_dim) * dtype.itemsize
-    batch = max(BATCH_TOKENS, blocks.shape[1])
+    batch = max(BATCH_TOKENS, task.blocks.shape[1])
     activations = batch * (3 * config.intermediate_size * dtype.itemsize + 32 * config.hidden_size)
     head = 6 * config.vocab_size * config.hidden_size
-    fit_states = 2 * (tokens + 2 * held_out.numel())
-    rank_states = ranked_tokens * (config.num_hidden_layers + 1)  # a model per layer, the original
+    fit_states = 2 * (tokens + 2 * task.held_out.numel())
+    # a model per layer, and the original
+    rank_states = task.ranked_tokens * (config.num_hidden_layers + 1)
     return Needs(
         # fitted weights also have a gradient and Adam's two moments
         PROCESS_BYTES + max(weights + 16 * fitted + seen + activations, head),
@@ -296,12 +289,9 @@ def in_words(seconds: float) -> str:
 class CalibrationRun:
     """Fits the queries and coefficients of the CoCA layers of `pairs`, layer by layer.
 
-    blocks: (n_b, m) token ids to fit on; held_out: (n, m) others, to measure on. passes: over the
-    blocks. seed: decides their order. settings: fitted layers in `folder` are reused if they were
-    made with the same. ranked_tokens: how many tokens the caller then ranks layers on.
-    chooses_content: whether trial fits choose the content pairs of every layer. Layers that keep the
-    original's attention do not change. On one machine and number of threads, the same
-    arguments give the same bits. In `folder` are
+    Fitted layers in `folder` are reused if they were made with the same `task.settings`. Layers that
+    keep the original's attention do not change. On one machine and number of threads, the same
+    arguments give the same bits. seconds: of this run, by part. In `folder` are
 
     layer-N.safetensors  the fitted tensors of layer N, with the settings and a hash
     states-0, states-1   the hidden states before a layer of even and of odd number: of the blocks,
@@ -309,41 +299,29 @@ class CalibrationRun:
     states.json          the layer that comes next, and the hash of the states before it
     """
 
-    def __init__(
-        self,
-        pairs: LayerPairs,
-        blocks: Tensor,
-        held_out: Tensor,
-        folder: Path,
-        passes: int,
-        seed: int = 0,
-        settings: str = "",
-        ranked_tokens: int = 0,
-        chooses_content: bool = False,
-    ):
-        self.pairs, self.blocks, self.held_out = pairs, blocks, held_out
-        self.passes, self.seed, self.ranked_tokens = passes, seed, ranked_tokens
-        self.chooses_content = chooses_content
-        self.settings, self.folder, self.record_file = settings, folder, folder / "states.json"
+    def __init__(self, pairs: LayerPairs, task: FitTask, folder: Path):
+        self.pairs, self.task, self.folder = pairs, task, folder
+        self.record_file = folder / "states.json"
         self.seconds: defaultdict[str, float] = defaultdict(float)
         folder.mkdir(exist_ok=True)
-        shape = len(blocks) + 3 * len(held_out), blocks.shape[1], pairs.config.hidden_size
+        num_blocks = len(task.blocks) + 3 * len(task.held_out)
+        shape = num_blocks, task.blocks.shape[1], pairs.config.hidden_size
         self.states = [HiddenStates(folder / f"states-{side}", shape) for side in (0, 1)]
-        fitted = filter(pairs.is_fitted, range(len(pairs)))
-        self.files = {number: folder / f"layer-{number:05}.safetensors" for number in fitted}
-        self.missing = {n for n, file in self.files.items() if _load(file, settings) is None}
+        converted = pairs.layout.converted
+        self.files = {number: folder / f"layer-{number:05}.safetensors" for number in converted}
+        self.missing = {n for n, file in self.files.items() if not _is_whole(file, task.settings)}
 
-    def fit_layers(self, report: Report = lambda progress: None) -> FittedLayers:
-        layers = self._finished_layers()
+    def fit_layers(self, report: Report) -> FittedLayers:
+        pairs, task, layers = self.pairs, self.task, self._finished_layers()
         first = len(layers)
         if first == 0:
             self._embed()
         self._report(report, layers, self._notice(first) if self.missing else None)
-        num_blocks, length = self.blocks.shape
-        positions = skipped_positions(num_blocks, length, reach(self.pairs.config), self.seed)
-        positions = positions.to(self.pairs.device)
-        with precision(self.pairs.dtype):
-            for number in range(first, len(self.pairs)):
+        num_blocks, length = task.blocks.shape
+        positions = skipped_positions(num_blocks, length, reach(pairs.config), task.seed)
+        positions = positions.to(pairs.device)
+        with precision(pairs.dtype):
+            for number in range(first, len(pairs)):
                 layers.append(self._fit_layer(number, positions))
                 self._record(layers)
                 self._report(report, layers)
@@ -352,71 +330,65 @@ class CalibrationRun:
         self._remove_states()
         tensors, content_layers = dict[str, Tensor](), list[int]()
         for number, file in self.files.items():
-            prefix = f"model.layers.{number}.self_attn."
-            tensors |= {prefix + name: tensor for name, tensor in load_file(file).items()}
-            with safe_open(file, "pt") as stream:
-                if stream.metadata()["is content layer"] == "True":
-                    content_layers.append(number)
-        return FittedLayers(tensors, content_layers, layers, perplexity, dict(self.seconds))
+            fitted, facts = _load(file)
+            tensors |= {f"model.layers.{number}.self_attn.{name}": fitted[name] for name in fitted}
+            if facts["is content layer"] == "True":
+                content_layers.append(number)
+        return FittedLayers(tensors, content_layers, layers, perplexity)
 
     def _notice(self, first: int) -> str:
-        pairs, texts, ranked = self.pairs, (self.blocks, self.held_out), self.ranked_tokens
-        needed = needs(pairs.layout, *texts, pairs.dtype, ranked)
-        storage = _storage(pairs, self.blocks)
-        seconds = expected_seconds(
-            *(pairs, *texts, self.passes, self.missing, storage, self.chooses_content),
-            ranked_tokens=ranked,
-            first=first,
-        )
+        needed = needs(self.pairs.layout, self.task, self.pairs.dtype)
+        seconds = expected_seconds(self.pairs, self.task, self.missing, first)
         return (
-            f"calibrating {len(self.missing)} of {len(pairs)} layers: about {in_words(seconds)}, "
-            f"{size_in_words(needed.memory)} of memory and "
+            f"calibrating {len(self.missing)} of {len(self.pairs)} layers: about "
+            f"{in_words(seconds)}, {size_in_words(needed.memory)} of memory and "
             f"{size_in_words(needed.disk_states + needed.disk_layers)} of disk in {self.folder}"
         )
 
     def _fit_layer(self, number: int, positions: Tensor) -> LayerFit:
         """Fit a layer, and run all states through it."""
-        pairs, angles = self.pairs, self.pairs.angles
+        pairs, task, angles = self.pairs, self.task, self.pairs.angles
         text, original, start, calibrated = zip(
             self._parts(number), self._parts(number + 1), strict=True
         )
-        in_order = torch.arange(self.held_out.shape[1], device=pairs.device)
-        in_order = in_order.expand(self.held_out.shape)
+        in_order = torch.arange(task.held_out.shape[1], device=pairs.device)
+        in_order = in_order.expand(task.held_out.shape)
         with self._timed("read"):
             theirs, ours = pairs.load(number)
-        attention, is_fitted, text_seen = ours.self_attn, number in self.files, None
+        attention, is_converted, text_seen = ours.self_attn, number in self.files, None
         if self._carries_text(number):
             with self._timed("forward"):
-                storage = _storage(pairs, self.blocks)
+                storage = pairs.storage(task.blocks)
                 text_seen = run_original(theirs, *text, positions, angles, storage)
         with self._timed("measure"):
             seen = run_original(theirs, *original, in_order, angles)
             run_layer(ours, *start, in_order, angles.coca)
-            kl_start = divergences(attention, seen).mean().item() if is_fitted else 0.0
+            kl_start = divergences(attention, seen).mean().item() if is_converted else 0.0
         if number in self.missing:
             assert text_seen is not None
             with self._timed("steps"):
-                if self.chooses_content:
+                if task.chooses_content:
                     is_nearer = is_nearer_as_content_layer(
-                        attention, text_seen, seen, self.seed + number
+                        attention, text_seen, seen, task.seed + number
                     )
                     make_content_layer_(attention, is_nearer)
-                fit(attention, text_seen, self.passes, self.seed + number)
+                fit(attention, text_seen, task.passes, task.seed + number)
             tensors = attention.state_dict()
             fitted = {name: tensors[name] for name in tensors if name.startswith(FITTED)}
-            _save(fitted, attention.content.every_second, self.files[number], self.settings)
-        elif is_fitted:
-            fitted, is_content = _load(self.files[number], self.settings) or ({}, False)
+            _save(fitted, attention.content.every_second, self.files[number], task.settings)
+        elif is_converted:
+            fitted, facts = _load(self.files[number])
             attention.load_state_dict(fitted, strict=False)
-            make_content_layer_(attention, is_content)
+            make_content_layer_(attention, facts["is content layer"] == "True")
         with self._timed("measure"):
-            kl_fitted = divergences(attention, seen).mean().item() if is_fitted else 0.0
+            kl_fitted = divergences(attention, seen).mean().item() if is_converted else 0.0
             run_layer(ours, *calibrated, in_order, angles.coca)
         return LayerFit(kl_start, kl_fitted)
 
     def _parts(self, number: int) -> Iterator[HiddenStates]:
         """The states before layer `number`: of the text, and of held-out text in each model."""
-        return self.states[number % 2].split(len(self.blocks), *[len(self.held_out)] * 3)
+        blocks, held_out = len(self.task.blocks), len(self.task.held_out)
+        return self.states[number % 2].split(blocks, *[held_out] * 3)
 
     def _carries_text(self, number: int) -> bool:
         """Whether the states of the text are needed before layer `number`."""
@@ -426,7 +398,7 @@ class CalibrationRun:
     def _embed(self) -> None:
         embeddings, states = self.pairs.embeddings(), self.states[0]
         self._remove_states()
-        ids = torch.cat((self.blocks, *[self.held_out] * 3))
+        ids = torch.cat((self.task.blocks, *[self.task.held_out] * 3))
         for some in batches(states):
             states[some] = embeddings[ids[some]]
 
@@ -438,7 +410,7 @@ class CalibrationRun:
         """Note that `layers` are done, so a run that is killed continues after them."""
         with self._timed("states"):
             record = {
-                "settings": self.settings,
+                "settings": self.task.settings,
                 "kept": list(self.pairs.config.coca_kept_layers),
                 "carries_text": self._carries_text(len(layers)),
                 "hash": self.states[len(layers) % 2].hash(),
@@ -452,7 +424,7 @@ class CalibrationRun:
             record = json.loads(self.record_file.read_text())
             layers = [LayerFit(*map(float, layer)) for layer in record["layers"]]
             kept, number = list(self.pairs.config.coca_kept_layers), len(layers)
-            is_same = (record["settings"], record["kept"]) == (self.settings, kept)
+            is_same = (record["settings"], record["kept"]) == (self.task.settings, kept)
             has_all = self._carries_text(number) <= record["carries_text"]
             is_whole = self.states[number % 2].hash() == record["hash"]
         except (OSError, ValueError, LookupError, TypeError):
@@ -468,10 +440,8 @@ class CalibrationRun:
     @contextlib.contextmanager
     def _timed(self, what: str) -> Iterator[None]:
         began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[what] += time.perf_counter() - began
+        yield
+        self.seconds[what] += time.perf_counter() - began
 
     @torch.no_grad()
     @torch.autocast("cpu", enabled=False)
@@ -481,7 +451,8 @@ class CalibrationRun:
         The norm and the head are the same in both models.
         """
         norm, head = self.pairs.norm_and_head()
-        following = self.held_out[:, 1:].flatten().to(head.device).split(CHUNK)
+        next_ids = self.task.held_out[:, 1:]
+        following = next_ids.flatten().to(head.device).split(CHUNK)
         found = {}
         _, *streams = self._parts(len(self.pairs))
         for name, stream in zip(("original", "start", "calibrated"), streams, strict=True):
@@ -490,39 +461,30 @@ class CalibrationRun:
                 cross_entropy(linear(norm(row), head), ids, reduction="sum").item()
                 for row, ids in zip(rows, following, strict=True)
             ]
-            found[name] = math.exp(sum(losses) / self.held_out[:, 1:].numel())
+            found[name] = math.exp(sum(losses) / next_ids.numel())
         return found
 
 
-def _storage(pairs: LayerPairs, blocks: Tensor) -> str:
-    """The device for what a layer computes from the text: the GPU if that takes half of it at most."""
-    if not pairs.device.startswith("cuda"):
-        return pairs.device
-    config = pairs.config
-    heads = config.num_attention_heads + config.num_key_value_heads
-    needed = blocks.numel() * (config.hidden_size + heads * config.head_dim) * 4
-    return pairs.device if needed < torch.cuda.mem_get_info(pairs.device)[0] / 2 else "cpu"
-
-
-def _save(tensors: dict[str, Tensor], is_content: bool, file: Path, settings: str) -> None:
+def _save(tensors: dict[str, Tensor], is_content_layer: bool, file: Path, settings: str) -> None:
+    facts = {"settings": settings, "is content layer": str(is_content_layer)}
     with replacing(file) as partial:
-        save_file(tensors, partial, metadata=_metadata(tensors, is_content, settings))
+        save_file(tensors, partial, metadata=facts | {"hash": _hash(tensors)})
 
 
-def _load(file: Path, settings: str) -> tuple[dict[str, Tensor], bool] | None:
-    """What `_save` wrote; None if it is from another calibration, damaged or absent."""
+def _load(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What `_save` wrote: the tensors, mapped into memory, and the facts beside them."""
+    with safe_open(file, "pt") as stream:
+        tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+        return tensors, stream.metadata() or {}
+
+
+def _is_whole(file: Path, settings: str) -> bool:
+    """Whether `file` is there, undamaged, and from a calibration with these `settings`."""
     try:
-        with safe_open(file, "pt") as stream:
-            tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
-            found = stream.metadata() or {}
+        tensors, facts = _load(file)
     except (SafetensorError, FileNotFoundError):
-        return None
-    is_content = found.get("is content layer") == "True"
-    return (tensors, is_content) if found == _metadata(tensors, is_content, settings) else None
-
-
-def _metadata(tensors: dict[str, Tensor], is_content: bool, settings: str) -> dict[str, str]:
-    return {"settings": settings, "is content layer": str(is_content), "hash": _hash(tensors)}
+        return False
+    return (facts.get("settings"), facts.get("hash")) == (settings, _hash(tensors))
 
 
 def _hash(tensors: dict[str, Tensor]) -> str:

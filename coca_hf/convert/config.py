@@ -177,14 +177,12 @@ def converted_config(
     keeps are converted, except for `kept_layers`. Raises CocaError as `coca_config` does, and if
     nothing is left to convert.
     """
-    kept = None if kept_layers is None else sorted(kept_layers)
+    kept, content_layers = sorted(kept_layers or ()), {*form.content_layers}
     if not is_coca(config):
         constraint, content = form.constraint or "slack", form.content_pairs or 0
         # ranked layers, which are known after calibration, may be among the content layers
-        some = {*form.content_layers} - {*(kept or ())}
-        return coca_config(
-            config, constraint, where, kept or (), content, some, form.ignored_fields
-        )
+        some = content_layers - {*kept}
+        return coca_config(config, constraint, where, kept, content, some, form.ignored_fields)
     own = _copied_config(config, where, form.ignored_fields)
     _check_same("--constraint", form.constraint, own.coca_constraint, where)
     asked = form.content_pairs
@@ -193,31 +191,32 @@ def converted_config(
     _check_same("--content-pairs", asked, own.coca_content_pairs, where)
     former = {*own.coca_content_layers}
     if form.ntk_length or form.log_scale is not None:
-        _check_same("--keep-layers", kept, sorted(own.coca_kept_layers), where)
-        asked_layers = sorted(former | {*form.content_layers})
+        if kept_layers is not None:
+            _check_same("--keep-layers", kept, sorted(own.coca_kept_layers), where)
+        asked_layers = sorted(former | content_layers)
         _check_same("--content-layers", asked_layers, sorted(former), where)
         return own
-    if foreign := {*(kept or ())} - {*own.coca_kept_layers}:
+    if foreign := {*kept} - {*own.coca_kept_layers}:
         raise CocaError(
             f"{where}: --keep-layers: got layers {sorted(foreign)}, expected some of "
             f"{sorted(own.coca_kept_layers)}, which the source keeps; its others are CoCA"
         )
-    converted = {*own.coca_kept_layers} - {*(kept or ())}
-    if fixed := {*form.content_layers} - former - converted:
+    converted = {*own.coca_kept_layers} - {*kept}
+    if fixed := content_layers - former - converted:
         raise CocaError(
             f"{where}: --content-layers: got layers {sorted(fixed)}, which are CoCA already without "
             f"content pairs of this kind; expected some of {sorted(converted)}"
         )
     layers = {
-        "coca_kept_layers": kept or [],
+        "coca_kept_layers": kept,
         "coca_kept_window": own.coca_kept_window if kept else None,
-        "coca_content_layers": sorted(former | {*form.content_layers}),
+        "coca_content_layers": sorted(former | content_layers),
     }
     result = _copied_config({**config, **layers}, where, form.ignored_fields)
     if len(result.coca_kept_layers) == len(own.coca_kept_layers):
         raise CocaError(
             f"{where}: got a CoCA checkpoint already (model_type {config['model_type']!r}), of "
-            f"which --keep-layers {kept or []} leaves no layer to convert; train or evaluate it"
+            f"which --keep-layers {kept} leaves no layer to convert; train or evaluate it"
         )
     return result
 
@@ -312,14 +311,12 @@ def check_kept_window(
         )
 
 
-def with_kept_window(config: CocaConfig, window: int | None, where: str) -> CocaConfig:
-    """`config`, whose kept layers, if it has any, attend to the last `window` tokens.
+def with_kept_window(config: CocaConfig, window: int, where: str) -> CocaConfig:
+    """`config`, whose kept layers attend to the last `window` tokens.
 
     Raises CocaError if the family's own windows are in use, which kept layers keep, or if none of
     the kept layers has a rotary embedding (SmolLM3).
     """
-    if window is None or not config.coca_kept_layers:
-        return config
     if config.coca_kept_window is None and "sliding_attention" in layer_types(config):
         raise CocaError(
             f"{where}: --keep-window: got {window}, but the model has windows of its own, "
@@ -334,8 +331,8 @@ def with_kept_window(config: CocaConfig, window: int | None, where: str) -> Coca
     return windowed
 
 
-def bake_ntk_(config: CocaConfig, form: Form, where: str) -> dict:
-    """Give `config` dynamic NTK's rotary base for the form's length; returns what was done.
+def bake_ntk_(config: CocaConfig, length: int, factor: float | None, where: str) -> dict:
+    """Give `config` dynamic NTK's rotary base for `length` tokens; returns what was done.
 
     Afterwards `rope_type` is `default`, `max_position_embeddings` is the length, and the trained
     length is in `rope_parameters["original_max_position_embeddings"]`. The default of dynamic NTK's
@@ -348,8 +345,7 @@ def bake_ntk_(config: CocaConfig, form: Form, where: str) -> dict:
     length does not exceed the trained one, or the base overflows float32. `where` names the
     configuration in errors.
     """
-    length, factor, rope = form.ntk_length or 0, form.ntk_factor, config.rope_parameters
-    trained_len = unscaled_len(config)
+    rope, trained_len = config.rope_parameters, unscaled_len(config)
     option, problem = f"{where}: --ntk-length: got", None
     if rope["rope_type"] == "default" and "original_max_position_embeddings" in rope:
         baked = config.max_position_embeddings

@@ -25,7 +25,7 @@ from coca_hf.convert.calibration import Calibration, Report
 from coca_hf.convert.config import Form, check_kept_window, coca_class
 from coca_hf.convert.initialise import RULE
 from coca_hf.convert.layout import Layout, source_shapes
-from coca_hf.convert.source import has_numbers, open_source
+from coca_hf.convert.source import open_source
 from coca_hf.convert.writer import (
     FinishedShard,
     Progress,
@@ -39,11 +39,11 @@ from coca_hf.convert.writer import (
 )
 from coca_hf.documents import check_text_options, commit_of, local_files
 from coca_hf.errors import CocaError, library_errors
-from coca_hf.models.hub import without_paths
+from coca_hf.models.hub import RECORDS, without_paths
 from coca_hf.provenance import now, versions
 from coca_hf.weights import HEADS, parse_size
 
-RECORD, TRAINING_RECORD = "conversion.json", "training.json"
+RECORD, TRAINING_RECORD = RECORDS
 # in training.json, for coca-train to compare weights and config with; conversion changes both
 HASHES = ("weights_xxh3_128", "config_xxh3_128")
 
@@ -131,28 +131,27 @@ def convert_checkpoint(
     src, target = os.fspath(src), Path(dst).absolute()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     report = calibrate_progress or (lambda progress: None)
-    ranked, named = None, None
-    if isinstance(keep_layers, (int, str)):
-        ranked = keep_layers
-    elif keep_layers is not None:
-        named = list(keep_layers)
+    ranked = keep_layers if isinstance(keep_layers, (int, str)) else None
+    named = (
+        None if isinstance(keep_layers, (int, str)) or keep_layers is None else list(keep_layers)
+    )
     content = content_layers if isinstance(content_layers, str) else list(content_layers)
     chooses_content = content == "auto"
 
     # everything that can be refused is refused before the first weight is written, cheapest first
     shard_bytes = parse_size(max_shard_size, "--max-shard-size")
-    ntk = ntk_length, ntk_factor
     form = Form(
         src,
         constraint,
         dtype,
         shard_bytes,
-        *ntk,
+        ntk_length,
+        ntk_factor,
         released,
         ignore_fields,
         content_pairs,
         [] if isinstance(content, str) else content,
-        None if ranked else keep_window,
+        keep_window,
         log_scale,
     )
     sources = [src] if adapter is None else [src, os.fspath(adapter)]
@@ -181,59 +180,66 @@ def convert_checkpoint(
             lora = stack.enter_context(contextlib.closing(Adapter(Path(adapter))))
         source = open_source(src, revision, allow_pickle, lora, scratch)
         stack.enter_context(contextlib.closing(source))
-        layout, calibration = Layout(source, form, named), None
+        layout = Layout(source, form, named)
         records = source.records() if layout.from_coca else {}
-        base = records[RECORD].get("base", {}) if RECORD in records else None
-        base = base_metadata(src, source.directory) if base is None else base
+        last = records.get(RECORD)
+        base = base_metadata(src, source.directory) if last is None else last.get("base", {})
         preflight.check_kept_number(ranked, layout)
-        if calibrate_on and layout.from_coca:  # its kept layers are what is fitted to
-            own, name = source.config.get("coca_kept_window"), f"{src}: coca_kept_window"
-            check_kept_window(own, layout.converted, calibrate_block, name)
+        calibration = None
         if calibrate_on:
-            place = calibrate_on, column, split, subset, commit_of(calibrate_on), True
-            amounts = calibrate_tokens, calibrate_block, calibrate_passes
+            if layout.from_coca:  # its kept layers are what is fitted to
+                own, name = source.config.get("coca_kept_window"), f"{src}: coca_kept_window"
+                check_kept_window(own, layout.converted, calibrate_block, name)
             calibration = Calibration(
-                *(layout, place, *amounts, device, seed, ranked is not None, chooses_content)
+                layout,
+                (calibrate_on, column, split, subset, commit_of(calibrate_on), True),
+                calibrate_tokens,
+                calibrate_block,
+                calibrate_passes,
+                device,
+                seed,
+                ranks_layers=ranked is not None,
+                chooses_content=chooses_content,
             )
-
-        def keeping(kept: Sequence[int]) -> Layout:
-            return Layout(source, dataclasses.replace(form, kept_window=keep_window), kept)
 
         expected, possible = layout, [layout]
         if ranked:  # which layers they are does not change the sizes
-            expected = keeping(layout.converted[: 0 if ranked == "auto" else int(ranked)])
-            possible.append(keeping(range(layout.config.num_hidden_layers)))
+            some = layout.converted[: 0 if ranked == "auto" else int(ranked)]
+            expected = Layout(source, form, some)
+            possible.append(Layout(source, form, range(layout.config.num_hidden_layers)))
         preflight.check_room(expected, target, *(calibration.needs[1:] if calibration else ()))
         tokenizer = _begin(staging, layout, calibration)
-        numbers_are_here, began = has_numbers(source, scratch), time.perf_counter()
+        # weights in `scratch` are headers alone
+        numbers_are_here, began = scratch not in source.directory.parents, time.perf_counter()
         if (calibration or dry_run) and numbers_are_here:
             preflight.check_numbers(possible)
         if dry_run:
             seconds = time.perf_counter() - began if numbers_are_here else None
-            plan = _plan(expected, calibration, target, seconds)
-            if ranked:
-                plan["kept_layers"] = ranked
-            if ranked and keep_window:
-                plan["kept_window"] = keep_window
-            if content and (chooses_content or ranked):
-                plan["content_layers"] = content
-            return plan
+            plan = _plan(expected, target, seconds)
+            if calibration:
+                plan["calibration"] = calibration.plan(layout, numbers_are_here)
+            asked = {
+                "kept_layers": ranked,
+                "kept_window": keep_window if ranked else None,
+                "content_layers": content if ranked or chooses_content else None,
+            }
+            return plan | {name: value for name, value in asked.items() if value}
         if calibration:
             if chooses_content:
                 chosen = calibration.content_layers(layout, staging.calibrated, report)
                 form = dataclasses.replace(form, content_layers=chosen)
                 layout = Layout(source, form, named)
-                tokenizer = _begin(staging, layout, calibration)
             if ranked:
                 kept = calibration.most_harmful(layout, ranked, staging.calibrated, report)
-                layout = keeping(kept)
+                layout = Layout(source, form, kept)
+            if chooses_content or ranked:
                 tokenizer = _begin(staging, layout, calibration)
             calibration.run(layout, staging.calibrated, report)
         WeightsWriter(layout, staging, progress or (lambda done, total: None)).write()
         layout.calibrated = {}  # NFS removes no directory whose files are mapped
         source.check_unchanged()
-        record = _record(layout, staging.finished.values(), tokenizer, calibration, base, records)
-        record = without_paths(record)
+        finished = staging.finished.values()
+        record = without_paths(_record(layout, finished, tokenizer, calibration, base, records))
         (staging.checkpoint / RECORD).write_text(json.dumps(record, indent=2) + "\n")
         if training := records.get(TRAINING_RECORD):  # older ones have paths
             kept_facts = {name: training[name] for name in training if name not in HASHES}
@@ -250,15 +256,13 @@ def _begin(
     staging: Staging, layout: Layout, calibration: Calibration | None
 ) -> PreTrainedTokenizerBase | None:
     """Write all but weights, record and card; returns the source's tokenizer, if one loads."""
-    layout.calibrated_from = calibration.settings if calibration else None
+    layout.calibrated_from = calibration.task.settings if calibration else None
     staging.begin(layout.made_from(), layout.shards)
     layout.config.save_pretrained(staging.checkpoint)  # also copies the modelling files
     return layout.source.save_companions(staging.checkpoint, layout.form.ntk_length)
 
 
-def _plan(
-    layout: Layout, calibration: Calibration | None, target: Path, seconds: float | None
-) -> dict:
+def _plan(layout: Layout, target: Path, seconds: float | None) -> dict:
     """What a conversion of `layout` would read, write and need.
 
     seconds: the time that reading the weights took, or None if they are not here. Writing a byte
@@ -277,7 +281,6 @@ def _plan(
         "seconds": seconds * (1 + num_bytes / sum(sizes)) if seconds is not None else None,
         "numbers_checked": has_numbers,
         "undecided_heads": [head for head in HEADS if head in stored],
-        **({"calibration": calibration.plan(layout, has_numbers)} if calibration else {}),
     }
 
 
@@ -316,23 +319,25 @@ def _record(
 
 def _facts(layout: Layout) -> dict:
     """The facts that are in the plan of a conversion and in its record."""
+    source, config = layout.source, layout.config
     kind = ", released CoCA layout" if layout.released else ", CoCA" if layout.from_coca else ""
-    return {
+    facts = {
         "source": layout.form.src,
-        "source_format": layout.source.kind + kind,
-        **({"source_commit": layout.source.commit} if layout.source.commit else {}),
-        "constraint": layout.config.coca_constraint,
-        **({"converted_layers": layout.converted} if layout.from_coca else {}),
-        "kept_layers": layout.config.coca_kept_layers,
-        **({"kept_window": window} if (window := layout.config.coca_kept_window) else {}),
-        **({"windowed_layers": layout.config.windowed_layers()} if window else {}),
-        **({"content_pairs": pairs} if (pairs := layout.config.coca_content_pairs) else {}),
-        **({"content_layers": some} if (some := layout.config.coca_content_layers) else {}),
-        **({"log_scale": scale} if (scale := layout.config.coca_log_scale) else {}),
-        **({"rope": layout.ntk} if layout.ntk else {}),
-        "dtype": str(layout.config.dtype).removeprefix("torch."),
+        "source_format": source.kind + kind,
+        "source_commit": source.commit,
+        "constraint": config.coca_constraint,
+        "converted_layers": layout.converted if layout.from_coca else None,
+        "kept_layers": config.coca_kept_layers,
+        "kept_window": config.coca_kept_window,
+        "windowed_layers": config.windowed_layers() or None,
+        "content_pairs": config.coca_content_pairs or None,
+        "content_layers": config.coca_content_layers or None,
+        "log_scale": config.coca_log_scale or None,
+        "rope": layout.ntk,
+        "dtype": str(config.dtype).removeprefix("torch."),
         **_summary(layout),
     }
+    return {name: value for name, value in facts.items() if value is not None}
 
 
 def _initialisation(layout: Layout, finished: Collection[FinishedShard]) -> dict:

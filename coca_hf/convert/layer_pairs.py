@@ -68,9 +68,6 @@ class LayerPairs:
     def __len__(self) -> int:
         return self.config.num_hidden_layers
 
-    def is_fitted(self, number: int) -> bool:
-        return number in self.layout.converted
-
     @torch.autocast("cpu", enabled=False)  # keeps W_T's scale exact
     def load(self, number: int) -> tuple[Any, Any]:
         """Layer `number` of the original and of the CoCA model, which share equal tensors."""
@@ -82,13 +79,22 @@ class LayerPairs:
 
         def made(name: str) -> Tensor:
             target = self._targets[f"model.layers.{number}.{name}"]
-            if self.is_fitted(number) and target.module in FITTED:
+            if number in self.layout.converted and target.module in FITTED:
                 return initialiser.make(target).to(self.device, torch.float32, copy=True)
             if target.is_carried_over:
                 return carried_over(target.source)
             return self._on_device(initialiser.make(target))
 
         return theirs, _filled(self._coca.model.layers[number], made)
+
+    def storage(self, blocks: Tensor) -> str:
+        """The device for what a layer computes from `blocks`: the GPU if that takes half of it at most."""
+        if not self.device.startswith("cuda"):
+            return self.device
+        heads = self.config.num_attention_heads + self.config.num_key_value_heads
+        needed = blocks.numel() * (self.config.hidden_size + heads * self.config.head_dim) * 4
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return self.device if needed < free / 2 else "cpu"
 
     def embeddings(self) -> Tensor:
         """The input of layer 0 for every token, (vocabulary, hidden), in the dtype of the source."""

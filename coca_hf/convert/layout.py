@@ -56,11 +56,14 @@ class Layout:
     def __init__(self, source: Source, form: Form, kept_layers: Sequence[int] | None):
         self.source, self.form, self._dtype = source, form, DTYPES.get(form.dtype)
         shapes, where = source.shapes(), str(source.config_file)
-        config = converted_config(source.config, form, kept_layers, where)
-        self.config = with_kept_window(config, form.kept_window, where)
+        self.config = converted_config(source.config, form, kept_layers, where)
+        if kept_layers and form.kept_window:
+            self.config = with_kept_window(self.config, form.kept_window, where)
         if form.log_scale is not None:
             self.config.coca_log_scale = form.log_scale
-        self.ntk = bake_ntk_(self.config, form, where) if form.ntk_length else None
+        self.ntk = None
+        if form.ntk_length:
+            self.ntk = bake_ntk_(self.config, form.ntk_length, form.ntk_factor, where)
         self.from_coca = is_coca(source.config)
         num_layers = self.config.num_hidden_layers
         if num_layers > len(shapes):  # checked before anything counts up to it
@@ -70,7 +73,7 @@ class Layout:
             )
         before = source.config.get("coca_kept_layers", ()) if self.from_coca else range(num_layers)
         self.converted = sorted({*before} - {*self.config.coca_kept_layers})
-        untie_(self.config, shapes, self._are_equal)
+        self._untie(shapes)
         family = FAMILIES.get(source.config["model_type"])
         self.targets, self.released = check_tensors(
             shapes, self.config, family, self.converted, form.src, form.released
@@ -156,25 +159,20 @@ class Layout:
             for number, shard in enumerate(shards, 1)
         }
 
+    def _untie(self, shapes: Mapping[str, Shape]) -> None:
+        """Untie the head if the source stores a different one, as transformers would do."""
+        embeddings = [n for n in shapes if n.endswith(("embed_tokens.weight", "embed_in.weight"))]
+        if self.config.tie_word_embeddings and embeddings:
+            heads = [name for name in HEADS if name in shapes]
+            tied = all(self._are_equal(embeddings[0], head) for head in heads)
+            self.config.tie_word_embeddings = tied
+
     def _are_equal(self, first: str, second: str) -> bool:
         source, shapes = self.source, self.source.shapes()
         if (source.dtype(first), shapes[first]) != (source.dtype(second), shapes[second]):
             return False
         blocks = zip(source.blocks(first), source.blocks(second), strict=True)
         return all(torch.equal(one.view(torch.uint8), two.view(torch.uint8)) for one, two in blocks)
-
-
-def untie_(
-    config: CocaConfig, shapes: Mapping[str, Shape], are_equal: Callable[[str, str], bool]
-) -> None:
-    """Untie the head in `config` if the source stores a different one, as transformers would do.
-
-    are_equal: compares two tensors of the source by name.
-    """
-    embeddings = [n for n in shapes if n.endswith(("embed_tokens.weight", "embed_in.weight"))]
-    heads = [name for name in HEADS if name in shapes]
-    if config.tie_word_embeddings and embeddings:
-        config.tie_word_embeddings = all(are_equal(embeddings[0], head) for head in heads)
 
 
 def check_tensors(

@@ -16,10 +16,11 @@ from coca_hf.convert.config import (
     with_kept_window,
 )
 from coca_hf.convert.initialise import Initialiser
-from coca_hf.convert.layout import check_tensors, stored_as, untie_
+from coca_hf.convert.layout import check_tensors, stored_as
 from coca_hf.errors import CocaError
 from coca_hf.models.decoder import CocaPreTrainedModel
 from coca_hf.models.rotary import CocaRotaryEmbedding
+from coca_hf.weights import HEADS
 
 # in the model's __dict__: its class and __dict__ before patch_, or None
 ORIGINAL = "_original_of_patch"
@@ -84,11 +85,13 @@ def patch_(
         content_layers,
         ignore_fields,
     )
-    config = with_kept_window(config, keep_window, "patch_: model.config")
+    if keep_window is not None:
+        config = with_kept_window(config, keep_window, "patch_: model.config")
     config._attn_implementation = model.config._attn_implementation
     source = dict(model.named_parameters())
     shapes = {name: tuple(p.shape) for name, p in source.items()}
-    untie_(config, shapes, are_equal=lambda embeddings, head: False)  # a tied head has no name
+    if any(head in shapes for head in HEADS):  # a tied head has no name
+        config.tie_word_embeddings = False
     family, every_layer = FAMILIES[model.config.model_type], range(config.num_hidden_layers)
     targets, _ = check_tensors(shapes, config, family, every_layer, where="patch_")
     initialiser = Initialiser(config, targets, lambda name: source[name].cpu(), where="patch_")

@@ -168,8 +168,8 @@ def free_bytes(target: Path) -> int:
         *(directory / "checkpoint").glob("*.safetensors"),
         *Staging(target).calibrated.glob("[ls]*-*"),
     ]
-    free = shutil.disk_usage(_existing(directory)).free
-    return free + sum(file.stat().st_size for file in written)
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    return shutil.disk_usage(existing).free + sum(file.stat().st_size for file in written)
 
 
 def check_room(layout: Layout, target: Path, states: int = 0, layers: int = 0) -> None:
@@ -234,11 +234,6 @@ def check_repository(repository: str) -> None:
             f"{option}: is on the hub already, and is left as it is; choose another name, or "
             f"convert without --push-to-hub and run `hf upload {repository} DST`"
         )
-
-
-def _existing(path: Path) -> Path:
-    """The nearest of `path` and the directories above it that exists."""
-    return next(found for found in (path, *path.parents) if found.exists())
 
 
 def _is_mount_point(path: Path) -> bool:

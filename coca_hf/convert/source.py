@@ -7,13 +7,13 @@ import glob
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.utils import HFValidationError
+from huggingface_hub.utils import HFValidationError, filter_repo_objects
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -46,16 +46,16 @@ FOREIGN_TOKENIZERS = (
     *("tekken.json", "tokenizer.tiktoken", "qwen.tiktoken"),
 )
 TEMPLATES = "additional_chat_templates"  # a directory of .jinja files
-TOKENIZER_FILES = (
+TOKENIZER_FILES = [
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt"),
     *FOREIGN_TOKENIZERS,
     *("chat_template.jinja", "chat_template.json", f"{TEMPLATES}/*.jinja"),
-)
+]
 # Files to copy as they are: those that from_pretrained and serving engines look for beside weights
 # and config, and licences. These are patterns, here and on the hub. None begins with *, which on
 # the hub would also match in other directories.
-COMPANIONS = (*TOKENIZER_FILES, "generation_config.json", *LICENCE_FILES)
+COMPANIONS = [*TOKENIZER_FILES, "generation_config.json", *LICENCE_FILES]
 MAX_TOKEN_ID = 1 << 24
 # the field of each record of a CoCA checkpoint that its card is made from, and the field's type
 FACTS = {"conversion.json": ("base", dict), "training.json": ("stages", list)}
@@ -200,7 +200,7 @@ class Source:
         """
         if ntk_length and os.path.lexists(self.directory / TOKENIZER):
             read_json(checkpoint_file(self.directory, TOKENIZER))  # errors name the source's file
-        names = _companions_in(self.directory, COMPANIONS)
+        names = _companions(self.directory)
         for name in names:
             (directory / name).parent.mkdir(exist_ok=True)
             with (
@@ -209,7 +209,7 @@ class Source:
             ):
                 shutil.copyfileobj(stream, copy)
         tokenizer = None
-        if any(_matches(name, TOKENIZER_FILES) for name in names):
+        if list(filter_repo_objects(names, allow_patterns=TOKENIZER_FILES)):
             with contextlib.suppress(CocaError):  # one that cannot be loaded is copied as it is
                 tokenizer = self.tokenizer
         if tokenizer:
@@ -293,18 +293,6 @@ class GgufSource(Source):
             _raise_tokenizer_length(directory / TOKENIZER, ntk_length)
 
 
-def _open_directory(
-    directory: Path, commit: str | None, adapter: Adapter | None, pickled: bool = False
-) -> Source:
-    """A directory with config.json and weights: safetensors, or pickles if `pickled`.
-
-    Raises CocaError if a file is absent, outside the directory, truncated or corrupted.
-    """
-    config = read_json(checkpoint_file(directory, "config.json"))
-    opened, kind = open_weights(directory, pickled), "pickles" if pickled else "safetensors"
-    return Source(directory, directory / "config.json", config, kind, *opened, commit, adapter)
-
-
 def _passed_over(reader: Any) -> str | None:
     """The scaled or partial RoPE or the window that a GGUF file has and transformers ignores."""
     for tensor in reader.tensors:
@@ -337,7 +325,7 @@ def open_source(
 
     allow_pickle: read pickled weights if there are no safetensors. adapter: to merge into them.
     scratch: a directory, for a dry run, which gets the files that the hub's cache lacks: of the
-    weights, only the headers (`has_numbers`).
+    weights, only the headers.
 
     Raises CocaError if it is absent, has no weights that can be read safely, or is ambiguous.
     """
@@ -362,10 +350,14 @@ def open_source(
             "already merged"
         )
     commit = None if path.is_dir() else directory.name
-    if os.path.lexists(directory / INDEX) or os.path.lexists(directory / SINGLE):
-        return _open_directory(directory, commit, adapter)
-    if allow_pickle and any(os.path.lexists(directory / name) for name in (PICKLE, PICKLE_INDEX)):
-        return _open_directory(directory, commit, adapter, pickled=True)
+    has_safetensors = any(os.path.lexists(directory / name) for name in (SINGLE, INDEX))
+    has_pickles = any(os.path.lexists(directory / name) for name in (PICKLE, PICKLE_INDEX))
+    if has_safetensors or (allow_pickle and has_pickles):
+        kind = "safetensors" if has_safetensors else "pickles"
+        config_file = checkpoint_file(directory, "config.json")
+        config = read_json(config_file)
+        opened = open_weights(directory, pickled=not has_safetensors)
+        return Source(directory, config_file, config, kind, *opened, commit, adapter)
     names = os.listdir(directory) if path.is_dir() else _names_on_hub(source, directory)
     gguf_files = sorted(name for name in names if name.endswith(".gguf"))
     if len(gguf_files) == 1 and path.is_dir():
@@ -380,11 +372,6 @@ def open_source(
             if found := sorted(fnmatch.filter(names, pattern)):
                 raise CocaError(f"{source}: got {what.format(found[0])}")
     raise CocaError(f"{source}: got no weights, expected {SINGLE}, {INDEX} or a .gguf file")
-
-
-def has_numbers(source: Source, scratch: Path | None) -> bool:
-    """Whether its weights are here; `scratch` has only their headers."""
-    return scratch is None or scratch not in source.directory.parents
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
@@ -438,16 +425,11 @@ def _raise_tokenizer_length(file: Path, length: int) -> None:
         file.write_text(json.dumps(tokenizer | {"model_max_length": length}, indent=2) + "\n")
 
 
-def _companions_in(directory: Path, patterns: Iterable[str]) -> list[str]:
+def _companions(directory: Path) -> list[str]:
     names = os.listdir(directory)
-    for folder in {pattern.rpartition("/")[0] for pattern in patterns} & set(names):
-        if (directory / folder).is_dir():
-            names += [f"{folder}/{name}" for name in os.listdir(directory / folder)]
-    return sorted(name for name in names if _matches(name, patterns))
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    if (directory / TEMPLATES).is_dir():
+        names += [f"{TEMPLATES}/{name}" for name in os.listdir(directory / TEMPLATES)]
+    return sorted(filter_repo_objects(names, allow_patterns=COMPANIONS))
 
 
 def _download(hub_id: str, revision: str | None, allow_pickle: bool, scratch: Path | None) -> Path:

@@ -27,7 +27,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import partial
-from io import FileIO
 from pathlib import Path
 from threading import Lock
 
@@ -156,10 +155,6 @@ class Staging:
             ) from error
         sync(self.target.parent)
 
-    def has_results(self) -> bool:
-        """Whether a later run can continue from something."""
-        return bool(self.finished) or any(self.calibrated.glob("*.safetensors"))
-
     def discard(self) -> None:
         """Remove everything but the lock."""
         self.finished = {}
@@ -219,7 +214,8 @@ def locked_staging(target: Path) -> Iterator[Staging]:
             staging.recover()
             if staging.begun and isinstance(error, CocaError):
                 staging.finished = {}
-            if staging.begun and not staging.has_results():
+            can_continue = staging.finished or any(staging.calibrated.glob("*.safetensors"))
+            if staging.begun and not can_continue:
                 staging.discard()
             raise
         try:
@@ -333,8 +329,8 @@ class WeightsWriter:
         read: dict[str, str] = {}
         written: dict[str, str] = {}
         initialiser = layout.initialiser(partial(self._read, read))
-        with (self.staging.checkpoint / shard).open("wb", buffering=0) as stream:
-            _write(stream, memoryview(self._header(shard)))
+        with (self.staging.checkpoint / shard).open("wb") as stream:
+            stream.write(self._header(shard))
             for target in layout.shards[shard]:
                 if layout.is_copied(target):
                     blocks = self._noted(read, target.source, layout.source.blocks(target.source))
@@ -343,7 +339,7 @@ class WeightsWriter:
                     blocks = iter([layout.calibrated.get(target.name, made)])
                 stored = (layout.as_stored(target, block) for block in blocks)
                 for block in self._noted(written, target.name, stored):
-                    self._advance(_write(stream, bytes_of(block)))
+                    self._advance(stream.write(bytes_of(block)))
         self.staging.record(
             FinishedShard(shard=shard, written=written, read=read, scales=initialiser.scales)
         )
@@ -422,11 +418,3 @@ def _one_thread_of_torch() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _write(stream: FileIO, data: memoryview) -> int:
-    """Write all of `data`, which may take several calls; returns the number of bytes."""
-    written = 0
-    while written < len(data):
-        written += stream.write(data[written:])
-    return written

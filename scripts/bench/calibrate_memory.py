@@ -98,7 +98,8 @@ def measure(folder: Path, tokens: int, block: int, storage: str) -> dict:
 
 
 def convert(folder: Path, tokens: int, block: int, device: str, storage: str) -> None:
-    with patch.object(calibration, "_storage", lambda *_: "cpu" if storage == "cpu" else device):
+    place = "cpu" if storage == "cpu" else device
+    with patch.object(layer_pairs.LayerPairs, "storage", lambda *_: place):
         convert_checkpoint(
             folder / "source",
             folder / "coca",

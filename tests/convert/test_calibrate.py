@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3C
 from coca_hf import CocaError, convert_checkpoint, patch_
 from coca_hf.convert import calibration as calibration_module
 from coca_hf.convert.calibrate import (
+    FitTask,
     Keys,
     Strata,
     backward,
@@ -69,8 +70,9 @@ def blocks_of(number, length=WINDOW, vocab_size=89, seed=0):
     )
 
 
-def calibrate(*arguments, report=lambda progress: None, **options):
-    return CalibrationRun(*arguments, **options).fit_layers(report)
+def calibrate(pairs, blocks, held_out, folder, passes, seed=0, report=lambda progress: None):
+    task = FitTask(blocks, held_out, passes, seed)
+    return CalibrationRun(pairs, task, folder).fit_layers(report)
 
 
 def perplexity(model, ids):
@@ -514,7 +516,7 @@ def test_the_time_is_known_before_the_first_layer_and_measuring_it_changes_nothi
     generator, threads = torch.get_rng_state(), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        expected = expected_seconds(pairs, ids, ids[:4], 20, missing=[1, 2], storage="cpu")
+        expected = expected_seconds(pairs, FitTask(ids, ids[:4], passes=20), missing=[1, 2])
         assert torch.equal(torch.get_rng_state(), generator)
         began = time.perf_counter()
         calibrate(pairs, ids, ids[:4], tmp_path / "layers", passes=20)
@@ -527,10 +529,11 @@ def test_the_time_counts_layers_that_are_not_fitted_and_the_ranking(pairs_of):
     pairs, ids = pairs_of(stock_model("neox-partial").half()), blocks_of(24, length=60)
     clock = itertools.count()  # every timed part takes one second
 
-    def seconds(*missing, passes=0, **options):
+    def seconds(*missing, first=0, **options):
+        task = FitTask(ids, ids[:4], passes=0, **options)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("coca_hf.convert.calibrate.time.perf_counter", clock.__next__)
-            return expected_seconds(pairs, ids, ids[:4], passes, missing, "cpu", **options)
+            return expected_seconds(pairs, task, missing, first)
 
     read, forward, measure, held_out = 1, 1, 2 * 4, 3 * 4 / 24  # a batch has all 24 blocks
     assert seconds(0) == pytest.approx(3 * read + forward + 3 * held_out + measure)

@@ -375,10 +375,15 @@ def test_layers_without_rotary_embedding_are_said_to_have_no_window(
     refuses(message, source, tmp_path / "other", keep_layers=[2], keep_window=6)
     text.write_text(",".join(map(str, range(2000))))  # ids within the small vocabulary
     options = {"calibrate_on": str(text), "calibrate_tokens": 64, "calibrate_block": 16}
-    plan = convert_checkpoint(
-        *(source, tmp_path / "other"), keep_layers=1, keep_window=16, dry_run=True, **options
-    )
-    assert plan["kept_window"] == 16
+    for layers in (1, "auto"):
+        plan = convert_checkpoint(
+            *(source, tmp_path / "other"),
+            keep_layers=layers,
+            keep_window=16,
+            dry_run=True,
+            **options,
+        )
+        assert plan["kept_window"] == 16
 
 
 def test_a_window_over_kept_layers_that_cannot_be_is_refused(
