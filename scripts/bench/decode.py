@@ -72,7 +72,11 @@ def main() -> None:
     run = {"attention": attention, "step": step, "generate": generate, "tune": tune}[options.what]
     columns = {
         **{"rival": "rival", "length": "length", "batch": "batch"},
-        **{"us a token": ("seconds", 1e6), "of it on the GPU": ("gpu_seconds", 1e6), "GB/s": "gb_per_second"},
+        **{
+            "us a token": ("seconds", 1e6),
+            "of it on the GPU": ("gpu_seconds", 1e6),
+            "GB/s": "gb_per_second",
+        },
         **{"x LLaMA's fastest": "over_llama", "cache bytes a token": "cache_bytes_per_token"},
         "error": "error",
     }
