@@ -229,7 +229,7 @@ def test_what_fails_on_the_gpu_is_named_and_the_rest_is_measured(tmp_path):
     )
     assert finished.returncode == 1
     failed = [line for line in finished.stderr.splitlines() if line.startswith("failed")]
-    assert [line.split()[2] for line in failed] == ["124", "3"]
+    assert [line.split()[2] for line in failed] == ["124", "3", "3"]
     calls = (tmp_path / "calls").read_text()
     results = "decode tune prefill prefill-350m generate train train-stages evaluate plan"
     results += " calibrate-memory"
