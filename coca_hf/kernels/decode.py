@@ -120,6 +120,7 @@ def _split_kernel(
     # 64-bit offsets: a long cache has more numbers than 32 bits can count
     chunk, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     ROWS: tl.constexpr = SHARES * KEYS
+    STORED: tl.constexpr = HEADS * BLOCK_GROUPS * SHARES  # query heads of the program
     group_blocks: tl.constexpr = (GROUPS + BLOCK_GROUPS - 1) // BLOCK_GROUPS
     pair = tl.arange(0, BLOCK_PAIRS)[None, :]
     pair_there = pair < PAIRS
@@ -193,21 +194,15 @@ def _split_kernel(
         greatest = above
         cos, sin, t, first, second = next_cos, next_sin, next_t, next_first, next_second
 
-    # The slots of a share are joined; what is stored: (key/value head, query head, share, pair)
-    greatest = greatest.reshape(HEADS * BLOCK_GROUPS * SHARES, KEYS, 1)
+    # The slots of a share are joined, and the axes are: (key/value head, query head, share), slot, pair
+    greatest = greatest.reshape(STORED, KEYS, 1)
     above = tl.max(greatest, axis=1, keep_dims=True)
     fade = tl.exp2(greatest - tl.where(above == float("-inf"), 0.0, above))
-    total = tl.sum(
-        total.reshape(HEADS * BLOCK_GROUPS * SHARES, KEYS, 1) * fade, axis=1, keep_dims=True
-    )
+    total = tl.sum(total.reshape(STORED, KEYS, 1) * fade, axis=1, keep_dims=True)
     fade /= tl.where(total == 0, 1.0, total)
-    first_sums = tl.sum(
-        first_sums.reshape(HEADS * BLOCK_GROUPS * SHARES, KEYS, BLOCK_PAIRS) * fade, axis=1
-    )
-    second_sums = tl.sum(
-        second_sums.reshape(HEADS * BLOCK_GROUPS * SHARES, KEYS, BLOCK_PAIRS) * fade, axis=1
-    )
-    place = tl.arange(0, HEADS * BLOCK_GROUPS * SHARES)[:, None]
+    first_sums = tl.sum(first_sums.reshape(STORED, KEYS, BLOCK_PAIRS) * fade, axis=1)
+    second_sums = tl.sum(second_sums.reshape(STORED, KEYS, BLOCK_PAIRS) * fade, axis=1)
+    place = tl.arange(0, STORED)[:, None]
     head = _head(
         chunk // group_blocks,
         place // (BLOCK_GROUPS * SHARES),
@@ -218,13 +213,11 @@ def _split_kernel(
     )
     group = chunk % group_blocks * BLOCK_GROUPS + place // SHARES % BLOCK_GROUPS
     of_query = (group < GROUPS) & (head < KV_HEADS)
-    place = (b * KV_HEADS * GROUPS + head * GROUPS + group) * splits + split
-    log_sum = (above + tl.log2(total)).reshape(HEADS * BLOCK_GROUPS * SHARES, 1)
-    tl.store(log_sum_ptr + place, log_sum, mask=of_query)
-    tl.store(partial_ptr + place * (2 * PAIRS) + pair, first_sums, mask=of_query & pair_there)
-    tl.store(
-        partial_ptr + place * (2 * PAIRS) + PAIRS + pair, second_sums, mask=of_query & pair_there
-    )
+    result = (b * KV_HEADS * GROUPS + head * GROUPS + group) * splits + split
+    tl.store(log_sum_ptr + result, (above + tl.log2(total)).reshape(STORED, 1), mask=of_query)
+    partial_ptr += result * (2 * PAIRS) + pair
+    tl.store(partial_ptr, first_sums, mask=of_query & pair_there)
+    tl.store(partial_ptr + PAIRS, second_sums, mask=of_query & pair_there)
 
 
 @triton.jit

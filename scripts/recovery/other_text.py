@@ -47,7 +47,7 @@ KINDS = {  # places and patterns; characters to take
     ),
     "plays": ([(Path("quickstart/text/train"), "*.txt")], 2_000_000),
 }
-HELD_OUT = {  # what KINDS does not read: the first two by kind, the last one altogether
+HELD_OUT = {  # what KINDS does not read
     "python": ([(LIBRARY, "*.py")], 10_000_000),
     "perl": ([(Path("/usr/share/perl"), "*.pm")], 2_000_000),
 }
@@ -78,13 +78,14 @@ def main() -> None:
 
 
 def files(places: list[tuple[Path, str]], characters: int, shortest: int) -> Iterator[str]:
-    """Different texts in English letters, in random order: no tests, nothing minified."""
+    """Texts in English letters, in random order, `characters` in all: no tests, nothing minified."""
     found = sorted({path for place, pattern in places for path in place.rglob(pattern)})
     random.shuffle(found)
     return up_to(filter(None, (read(path, shortest) for path in found)), characters)
 
 
 def read(path: Path, shortest: int) -> str | None:
+    """The text of a file; None if it is shorter, or of a kind that nobody reads."""
     is_elsewhere = "site-packages" in path.parts and PACKAGES not in path.parents
     if "test" in str(path) or ".min." in path.name or is_elsewhere:
         return None
