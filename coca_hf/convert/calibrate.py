@@ -50,10 +50,12 @@ PARTS = 4  # of those queries, on a CPU: the first parts see few keys and cost l
 RELATIVE_RATE = 0.03  # the learning rate, relative to the root mean square of W_Q
 BETAS = (0.8, 0.95)
 WARMUP_STEPS = 10
+EAGER_STEPS = 3  # on a GPU, before the others are replayed as a graph
 LEAK = 0.1  # of the gradient, for a coefficient below zero
 MEASURED_QUERIES = 256  # of a held-out block
 TRIAL_STEPS = 320  # of a fit that only tells whether a layer wants more content pairs
 TRIAL_MARGIN = 1.05  # with more of them, a fit is slower at first and ends nearer
+TIMED_STEPS = 200  # on a GPU, whose first ones are slower
 TIMED = 5  # runs whose median counts, because other processes may disturb one
 
 
@@ -137,26 +139,56 @@ def run_original(
 def fit(attention: CocaAttention, seen: AttentionInputs, passes: int, seed: int) -> None:
     """Train W_Q and W_T of `attention`, in place."""
     num_blocks, length = seen.inputs.shape[:2]
+    weights, device = attention.q_proj.weight, seen.inputs.device
     draw = torch.Generator().manual_seed(seed)
     visits = torch.cat([torch.randperm(num_blocks, generator=draw) for _ in range(passes)])
-    steps, blocks = len(visits), visits[:, None].to(seen.inputs.device)
-    strata = Strata(length)
-    rows = strata.draw(steps, 1, generator=draw).to(seen.inputs.device)
-    parts = list(strata.parts(PARTS if attention.q_proj.weight.device.type == "cpu" else 1))
+    steps, strata = len(visits), Strata(length)
+    blocks = visits[:, None].to(device)
+    rows = strata.draw(steps, 1, generator=draw).to(device)
+    parts = list(strata.parts(PARTS if weights.device.type == "cpu" else 1))
+    number = torch.arange(steps)
+    rates = ((number + 1) / WARMUP_STEPS).clamp(max=1) * (1 - number / steps)
+    rates = (RELATIVE_RATE * weights.square().mean().sqrt().item() * rates).to(weights.device)
     attention.requires_grad_(False)
     parameters = [*attention.q_proj.parameters(), *attention.t_proj.parameters()]
     for parameter in parameters:
         parameter.requires_grad_(True)
-    rate = RELATIVE_RATE * attention.q_proj.weight.square().mean().sqrt().item()
-    optimizer = torch.optim.Adam(parameters, betas=BETAS, fused=True)
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = (
-            rate * min(1.0, (step + 1) / WARMUP_STEPS) * (1 - step / steps)
-        )
-        backward(attention, seen, blocks[step], rows[step], parts)
+    rate, done = torch.zeros_like(rates[0]), torch.zeros(1, dtype=torch.int64, device=device)
+    optimizer = torch.optim.Adam(parameters, rate, BETAS, fused=True, capturable=weights.is_cuda)
+
+    def step() -> None:
+        rate.copy_(rates[done][0])
+        backward(attention, seen, blocks[done][0], rows[done][0], parts)
         optimizer.step()
         optimizer.zero_grad()
+        done.add_(1)
+
+    with torch.cuda.device_of(weights):
+        repeat(step, steps, as_graph=weights.is_cuda and seen.inputs.is_cuda)
     attention.requires_grad_(False)
+
+
+def repeat(step: Callable[[], None], times: int, as_graph: bool) -> None:
+    """Call `step` this often. as_graph: replay it as a CUDA graph, because launching its many small
+    kernels takes longer than running them; it then has to do the same to the same tensors each time.
+    """
+    if not as_graph:
+        for _ in range(times):
+            step()
+        return
+    side = torch.cuda.Stream()  # as torch.cuda.graph asks of what comes before a capture
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(min(times, EAGER_STEPS)):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    if times > EAGER_STEPS:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        for _ in range(times - EAGER_STEPS):
+            graph.replay()
+    torch.cuda.synchronize()  # before the graph and its memory are freed
 
 
 def is_nearer_as_content_layer(
@@ -365,7 +397,8 @@ def expected_seconds(
         fit(attention, seen, 1, seed=0)
         forward = _seconds(run, pairs.device)
         measure = _seconds(lambda: divergences(attention, seen), pairs.device)
-        step = _seconds(lambda: fit(attention, seen, 1, seed=0), pairs.device)
+        steps = TIMED_STEPS if attention.q_proj.weight.is_cuda else 1
+        step = _seconds(lambda: fit(attention, seen, steps, seed=0), pairs.device) / steps
     reads = layers - first
     tokens = blocks.numel() * (max(missing) + 1 - first) + 3 * task.held_out.numel() * reads
     if task.ranked_tokens:  # a run per layer, and then another calibration with the kept layers
@@ -373,8 +406,8 @@ def expected_seconds(
         tokens += 3 * task.held_out.numel() * layers
         reads += 2 * layers
     trials, few = 2 if task.chooses_content else 0, len(blocks[:: _trial_stride(len(blocks))])
-    steps = task.passes * len(blocks) + trials * few * math.ceil(TRIAL_STEPS / few)
-    fits = steps * step + (2 + trials) * len(task.held_out) * measure
+    fit_steps = task.passes * len(blocks) + trials * few * math.ceil(TRIAL_STEPS / few)
+    fits = fit_steps * step + (2 + trials) * len(task.held_out) * measure
     return reads * read + tokens / ids.numel() * forward + len(missing) * fits
 
 

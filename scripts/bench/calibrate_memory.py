@@ -36,6 +36,8 @@ from coca_hf import convert_checkpoint
 from coca_hf.convert import calibration, layer_pairs
 
 aten = torch.ops.aten
+# PyTorch has none for the meta device; it allocates nothing
+torch.library.impl("aten::_fused_adam_.tensor_lr", "Meta", lambda *args, **kwargs: None)
 BLOCK_BYTES = 512  # CUDA's allocator gives whole ones
 
 

@@ -62,6 +62,12 @@ def main() -> None:
         "--what", choices=["attention", "step", "generate", "tune"], default="attention"
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1])
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        help="of attention and generate: rivals whose names contain one of these",
+    )
     parser.add_argument("--layers", type=int, help="of step and generate: fewer than the shape has")
     parser.add_argument("--new-tokens", type=int, default=64, help="of generate")
     options = parse(parser)
@@ -135,8 +141,9 @@ def attention(length: int, batch: int, options) -> list[dict]:
     errors = {
         name: decode_error(name, rival, (q, k, t, v, cos, sin), options)
         for name, rival in rivals.items()
+        if any(part in name for part in options.only)
     }
-    rivals = {name: rival for name, rival in rivals.items() if errors[name] is not None}
+    rivals = {name: rival for name, rival in rivals.items() if errors.get(name) is not None}
     with torch.no_grad():
         results = compare(rivals, options.repeats, options.warmup, sets, graph=True)
     measured = [
@@ -269,12 +276,13 @@ def tune(length: int, batch: int, options) -> list[dict]:
         raise SystemExit("decode.py --what tune: got no GPU, expected one")
     from coca_hf.kernels import decode
 
-    rows = []
+    heads, kv_heads, head_dim = measure.heads_of(options.shape)
+    tensors, rows = inputs(batch, heads, kv_heads, length, head_dim, 4, options.dtype), []
     for configuration in itertools.product(*TUNED.values()):
         settings = dict(zip(TUNED, configuration, strict=True))
         vars(decode).update(settings)
         try:
-            found = time_kernel(length, batch, options)
+            found = time_kernel(tensors, options)
         except Exception as failure:  # Triton's, for programs that do not fit into a processor
             found = {"error": type(failure).__name__}
         name = ", ".join(f"{key.lower()} {value}" for key, value in settings.items())
@@ -282,18 +290,16 @@ def tune(length: int, batch: int, options) -> list[dict]:
     return sorted(rows, key=lambda row: row.get("seconds") or 9.0)
 
 
-def time_kernel(length: int, batch: int, options) -> dict:
-    heads, kv_heads, head_dim = measure.heads_of(options.shape)
-    q, _, t, v, cos, sin = inputs(batch, heads, kv_heads, length, head_dim, 4, options.dtype)
+def time_kernel(tensors: list[list[torch.Tensor]], options) -> dict:
+    q, _, t, v, cos, sin = tensors
+    scaling = q[0].shape[-1] ** -0.5
 
     def run(i: int):
-        return DECODERS[DEVICE](
-            q[i], t[i], v[i], cos[i], sin[i], None, head_dim**-0.5, strict=False
-        )
+        return DECODERS[DEVICE](q[i], t[i], v[i], cos[i], sin[i], None, scaling, strict=False)
 
     with torch.no_grad():
         (result,) = compare({"kernel": run}, options.repeats, 2, 4, graph=True).values()
-    num_bytes = batch * length * head_dim * options.dtype.itemsize * (3 * kv_heads // 2 + 1)
+    num_bytes = sum(x[0].nbytes for x in (t, v, cos, sin))
     return {**result, "gb_per_second": num_bytes / result["seconds"] / 1e9}
 
 
@@ -306,6 +312,8 @@ def generate(length: int, batch: int, options) -> list[dict]:
         ("CoCA slack", "sdpa"),
         ("CoCA slack", "coca"),
     ):
+        if not any(part in f"{name} {backend}" for part in options.only):
+            continue
         model = make_model(name, options.shape, options.dtype, backend, **fields)
         run = functools.partial(
             model.generate,
@@ -339,9 +347,8 @@ def generate(length: int, batch: int, options) -> list[dict]:
         del model
         torch.compiler.reset()
         clear()
-    for row in rows:
-        row["over_llama"] = rows[0]["seconds"] / row["seconds"]
-    return rows
+    theirs = next((row["seconds"] for row in rows if row["rival"].startswith("LLaMA")), None)
+    return [row | {"over_llama": ratio(theirs, row["seconds"])} for row in rows]
 
 
 class Clock(BaseStreamer):

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3C
 from coca_hf import CocaError, convert_checkpoint, patch_
 from coca_hf.convert import calibration as calibration_module
 from coca_hf.convert.calibrate import (
+    AttentionInputs,
     FitTask,
     Keys,
     Strata,
@@ -320,6 +321,31 @@ def test_coefficients_that_are_negative_for_every_token_come_back():
     # the share of pairs that some token activates
     assert (attention.coefficients(seen.inputs) > 0).any((0, 2)).float().mean() > 0.8
     assert divergences(attention, seen).mean() < 0.9 * before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("content", CONTENT)
+def test_a_graph_of_steps_fits_as_single_steps_do(content, monkeypatch):
+    original, ids = stock_model("llama"), blocks_of(24)
+    coca = patch_(copy.copy(original), **content).eval()
+    layer, states = original.model.layers[0], original.model.embed_tokens(ids).detach()
+    positions = torch.arange(WINDOW).expand(24, -1)
+    seen = run_original(layer, states, states, positions, Angles(original.model, coca, "cpu"))
+    on_gpu = AttentionInputs(*(part.cuda() for part in seen))
+
+    def fitted(inputs, eager):
+        monkeypatch.setattr("coca_hf.convert.calibrate.EAGER_STEPS", eager)
+        attention = copy.deepcopy(coca.model.layers[0].self_attn).to(inputs.inputs.device)
+        fit(attention, inputs, passes=10, seed=0)
+        return attention
+
+    graph, single, on_cpu = fitted(on_gpu, 3), fitted(on_gpu, 240), fitted(seen, 3)
+    for one, other in zip(graph.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+    found = [divergences(graph, on_gpu).mean().item(), divergences(on_cpu, seen).mean().item()]
+    assert found[0] == pytest.approx(found[1], rel=0.05)
+    start = divergences(coca.model.layers[0].self_attn, seen).mean().item()
+    assert found[0] < 0.9 * start
 
 
 def test_repeated_blocks_repeat_passages_of_the_text_and_random_ones(tiny_llama_dir):
