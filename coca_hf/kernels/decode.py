@@ -104,8 +104,9 @@ def _processors(x: Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
-# These change with every token; specialising on their divisibility would recompile.
-@triton.jit(do_not_specialize=["length", "split_keys", "splits", "mask_b", "cos_b", "sin_b"])
+# These change with every token; specialising on their divisibility would recompile. The strides of
+# everything but the mask are specialised: without it, loads are of one number at a time.
+@triton.jit(do_not_specialize=["length", "split_keys", "splits", "mask_b"])
 def _split_kernel(
     query_ptr, t_ptr, value_ptr, cos_ptr, sin_ptr, mask_ptr, partial_ptr, log_sum_ptr,
     query_b, query_h, query_d, t_b, t_g, t_n, t_d, value_b, value_g, value_n, value_d,
