@@ -101,10 +101,10 @@ def step_of(model, ids: list[torch.Tensor]):
 
 
 def check_gradients(model, ids: torch.Tensor) -> float:
-    """The relative error of all gradients together, in float32: this machine's fold against the
-    plain one.
+    """The relative error of all gradients together: this machine's fold against the plain one, in
+    float64, so that the rounding of other operations does not count.
     """
-    exact = copy.deepcopy(model).float()
+    exact = copy.deepcopy(model).double()
 
     def gradients() -> torch.Tensor:
         exact.zero_grad()
