@@ -85,9 +85,10 @@ b, h, n, d = 2, 32, 300, 128
 query, value, q = torch.zeros(b, h, 1, d), torch.zeros(b, h, n, d), torch.zeros(b, h, n, d)
 t, angle = torch.zeros(b, h, n, d // 2), torch.zeros(b, 1, n, d // 2)
 query, value, q, t, angle = (x.bfloat16() for x in (query, value, q, t, angle))
+mask = torch.ones(b, 1, 1, n, dtype=torch.bool)
 for arch, strict in ((89, True), (90, False)):
     driver.set_active(PretendedGpu(arch))
-    decode.decode_attention(query, t, value, angle, angle, None, 1.0, strict)
+    decode.decode_attention(query, t, value, angle, angle, mask if arch == 89 else None, 1.0, strict)
     key, grad = torch.zeros_like(q), torch.zeros_like(q)
     fold._fold(q, t[:, :8], angle, angle, strict, 16, strict)
     fold._fold_backward(grad, key[:, :8], q, t[:, :8], angle, angle, strict, 16, strict)
@@ -117,11 +118,11 @@ def test_the_fold_reads_16_bytes_at_a_time(found):
 
 def test_decoding_reads_16_bytes_at_a_time(found):
     # of a thread, before the loop and in it: t and the halves of values, for two heads; cos and sin;
-    # the halves of two queries
+    # the halves of two queries. The mask has a byte a key
     loads = 2 * (3 * 2 + 2) + 2 * 2
-    for name, one in found.items():
-        if name.startswith("_split"):
-            assert (one["wide loads"], one["narrow loads"]) == (loads, 0)
+    masked, without = found["_split_kernel 89"], found["_split_kernel 90"]
+    assert (masked["wide loads"], masked["narrow loads"]) == (loads, 1)
+    assert (without["wide loads"], without["narrow loads"]) == (loads, 0)
 
 
 def test_decoding_has_no_barrier_in_its_loop_and_as_many_programs_at_once_as_it_counts_on(found):
