@@ -207,6 +207,13 @@ class CocaConfig(PreTrainedConfig):
                 f"{self.sliding_window}; pass coca_kept_window to from_pretrained"
             )
 
+    def validate_dropout(self):
+        """Called by `@strict`. Raises ValueError for a dropout that is not from 0 to below 1."""
+        if not 0 <= self.attention_dropout < 1:
+            raise ValueError(
+                f"attention_dropout is {self.attention_dropout}, expected from 0 to below 1"
+            )
+
     def validate_log_scale(self):
         """Called by `@strict`. Raises ValueError for a log scale that is not from 0 to 1."""
         if not 0 <= self.coca_log_scale <= 1:

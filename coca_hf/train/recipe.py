@@ -229,7 +229,7 @@ class StageOptions(StrictMapping):
     the head. context_parallel_size: GPUs that share a block.
     """
 
-    global_batch_size: int | None = Field(default=None, ge=1)
+    global_batch_size: int | None = Field(default=None, ge=1, lt=2**31)
     held_out_steps: int = Field(default=0, ge=0)
     max_bad_steps: int = Field(default=1, ge=1)
     spike_factor: float | None = Field(default=None, gt=1)
@@ -519,6 +519,8 @@ def _check_arguments(where: str, options: dict[str, Any]) -> None:
         check(key, is_right, "steps or no: there are no epochs")
     for key, least in _LEAST.items():
         check(key, options.get(key) is None or options[key] >= least, f"at least {least}")
+    for key in (*_LEAST, "max_steps"):
+        check(key, (options.get(key) or 0) < 2**31, "less than 2^31")
     check("learning_rate", options.get("learning_rate", 1.0) > 0, "a rate above 0")
     parameters = inspect.signature(checkpoint).parameters.values()
     known = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
