@@ -6,19 +6,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
-from transformers import (
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedTokenizerFast
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.passkey import (
-    FILLER,
-    INSTRUCTION,
-    VARIANTS,
-    Case,
-    answers,
-    passkey_rows,
-)
+from coca_hf.evaluate.passkey import FILLER, INSTRUCTION, VARIANTS, Case, answers, passkey_rows
 from coca_hf.evaluate.rows import Batches
 from tests.evaluate.reader import reads
 from tests.evaluate.runs import passkey_case, run_of

@@ -13,12 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import coca_hf
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.loaded_model import LoadedModel
-from coca_hf.evaluate.perplexity import (
-    VARIANTS,
-    Window,
-    perplexity_rows,
-    token_losses,
-)
+from coca_hf.evaluate.perplexity import VARIANTS, Window, perplexity_rows, token_losses
 from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import Sample, draw_sample
 from tests.evaluate.runs import run_of

@@ -70,9 +70,7 @@ MODES = [
 
 @pytest.mark.parametrize(
     ("attention", "fields"),
-    [
-        *(("sdpa", {}), ("coca", {"constraint": "strict", "coca_log_scale": 0.3}), ("eager", KEPT)),
-    ],
+    [*(("sdpa", {}), ("coca", {"constraint": "strict", "coca_log_scale": 0.3}), ("eager", KEPT))],
     ids=["sdpa", "strict-coca", "kept-eager"],
 )
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(mode))

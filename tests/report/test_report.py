@@ -480,10 +480,7 @@ REFUSED = [
         (f"{json.dumps(row(task=task) | fields)}\n", f"line 1: got a row with {said}")
         for task, fields, said in WRONG
     ),
-    (
-        json.dumps(row()).replace('"seconds"', '"s"') + "\n",
-        "got a row with seconds None, no value",
-    ),
+    (json.dumps(row()).replace('"seconds"', '"s"') + "\n", "got a row with seconds None, no value"),
 ]
 
 
@@ -499,12 +496,7 @@ def test_runs_without_rows_are_refused_and_no_page_is_begun(tmp_path, content, m
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        {"document": 0, "tokens": 3},
-        {"document": 0, "tokens": 3, "nll": None},
-        None,
-    ],
+    "line", [{"document": 0, "tokens": 3}, {"document": 0, "tokens": 3, "nll": None}, None]
 )
 def test_a_raw_file_with_other_columns_or_no_parquet_is_refused_by_name(run, tmp_path, line):
     rows = run((row(), "windows", [line or {"document": 0}]))
