@@ -1,5 +1,6 @@
 """Running out of memory, batches dealt to processes, and killed runs."""
 
+import inspect
 import itertools
 import os
 import re
@@ -58,10 +59,8 @@ def test_after_running_out_of_memory_batches_are_halved_and_stay_small(message):
 
 
 def test_an_item_that_does_not_fit_into_memory_is_an_error_of_the_row():
-    tried = []
-    with pytest.raises(
-        NoValue, match=r"^OOM: one sequence alone does not fit \(CUDA out of memory"
-    ):
+    tried, said = [], r"^OOM: one sequence alone does not fit \(CUDA out of memory"
+    with pytest.raises(NoValue, match=said):
         Batches(8).compute([([*range(20)], 1)], holds(0, tried))
     assert tried == [8, 4, 2, 1]
 
@@ -87,9 +86,7 @@ def test_processes_get_equal_shares_and_all_results_in_order(monkeypatch, num_pr
         return [item * item for item in batch]
 
     def run(process, gather):
-        state = SimpleNamespace(
-            process_index=process, num_processes=num_processes, device=torch.device("cpu")
-        )
+        state = SimpleNamespace(process_index=process, num_processes=num_processes)
         monkeypatch.setattr(batches, "processes", lambda: state)
         monkeypatch.setattr(batches, "gather_object", gather)
         batched.append([])
@@ -125,7 +122,7 @@ def short_of_memory(llama):
             raise torch.OutOfMemoryError(MESSAGES[0])
         return forward(*args, input_ids=input_ids, **kwargs)
 
-    limited.__signature__ = __import__("inspect").signature(forward)
+    limited.__signature__ = inspect.signature(forward)
     llama.model.forward = limited
     return llama
 
@@ -277,12 +274,8 @@ def test_two_processes_make_the_rows_of_one(
         assert coca_eval(command)[0] == 0
     (flags,) = re.findall(r"`accelerate launch (.*) \$\(which coca-eval\) …`", README.read_text())
     flags = flags.replace("8", "2").split()
-    launcher = [
-        "-m",
-        "accelerate.commands.launch",
-        *flags,
-        f"--main_process_port={29560 + len(tasks)}",
-    ]
+    port = f"--main_process_port={29560 + len(tasks)}"
+    launcher = ["-m", "accelerate.commands.launch", *flags, port]
     if len(tasks) == 1:
         out = run(commands["two"][0].split(), *launcher)
     else:
