@@ -22,7 +22,6 @@ SENTENCES = (
 
 
 def measure(loaded, out, length=320, num_cases=100, new_tokens=None, batch_size=None, **options):
-    """The row of one length."""
     run = run_of(loaded, out, length, batch_size=batch_size)
     (row,) = passkey_rows(run, num_cases, new_tokens, **options)
     return row
@@ -52,9 +51,7 @@ def test_the_prompt_is_the_papers_word_for_word(tiny_tokenizer):
 
 def test_depths_are_spread_over_the_whole_prompt(tiny_tokenizer):
     depths = [passkey_case(tiny_tokenizer, 760, 0, number).depth for number in range(120)]
-    shares = [
-        sum(low <= depth < low + 0.25 for depth in depths) / 120 for low in (0.0, 0.25, 0.5, 0.75)
-    ]
+    shares = [sum(low <= 4 * depth < low + 1 for depth in depths) / 120 for low in range(4)]
     assert {0.0, 1.0} < set(depths)
     assert all(0.1 < share < 0.4 for share in shares)
     assert sum(depths) / 120 == pytest.approx(0.5, abs=0.08)
@@ -67,19 +64,10 @@ def test_a_case_depends_on_seed_length_and_number_only(tiny_tokenizer):
     assert len({case.key, *(passkey_case(tiny_tokenizer, *other).key for other in others)}) == 4
 
 
-@pytest.mark.parametrize(
-    ("reply", "new_tokens", "share"),
-    [
-        (lambda prompt: "The passkey is 12345", 64, 0.0),
-        (lambda prompt: "", 64, 0.0),
-        (lambda prompt: "x" * 20 + read_key(prompt), 20, 0.0),
-        (lambda prompt: "x" * 20 + read_key(prompt), 40, 1.0),
-    ],
-)
-def test_only_a_key_within_the_new_tokens_counts(
-    tiny_tokenizer, tmp_path, reply, new_tokens, share
-):
-    row = measure(reads(tiny_tokenizer, reply), tmp_path, num_cases=4, new_tokens=new_tokens)
+@pytest.mark.parametrize(("new_tokens", "share"), [(20, 0.0), (40, 1.0)])
+def test_only_a_key_within_the_new_tokens_counts(tiny_tokenizer, tmp_path, new_tokens, share):
+    late = reads(tiny_tokenizer, lambda prompt: "x" * 20 + read_key(prompt))
+    row = measure(late, tmp_path, num_cases=4, new_tokens=new_tokens)
     assert (row["value"], row["error"]) == (share, None)
 
 
@@ -94,8 +82,7 @@ def test_accuracy_is_the_share_of_correct_cases_and_each_has_a_record(tiny_token
     assert 0 < row["value"] < 1
     assert row["value"] == sum(record["correct"] for record in records) / 20
     first = passkey_case(tiny_tokenizer, 400, 2, 0)
-    for name in ("key", "depth", "distance"):
-        assert records[0][name] == getattr(first, name)
+    assert all(records[0][name] == getattr(first, name) for name in ("key", "depth", "distance"))
     assert {record["row_id"] for record in records} == {row["row_id"]}
 
 
@@ -104,9 +91,7 @@ def test_a_batch_gives_the_answers_of_single_cases(kind, request):
     loaded = request.getfixturevalue(kind)
     loaded.model.double()
     lengths = (SHORTEST, 700, 325)  # cases that need much padding
-    cases = [
-        passkey_case(loaded.tokenizer, length, 0, number) for number, length in enumerate(lengths)
-    ]
+    cases = [passkey_case(loaded.tokenizer, length, 0, length) for length in lengths]
     together = answers(loaded, cases, 9, Batches(3))
     alone = [answers(loaded, [case], 9, Batches())[0] for case in cases]
     assert together == alone
@@ -116,20 +101,17 @@ def test_a_batch_gives_the_answers_of_single_cases(kind, request):
 def test_decoding_is_greedy_whatever_the_checkpoint_prefers(llama):
     cases = [passkey_case(llama.tokenizer, 320, 0, number) for number in range(2)]
     greedy = answers(llama, cases, 12, Batches())
-    llama.model.generation_config.update(
-        do_sample=True, temperature=9.0, repetition_penalty=5.0, min_new_tokens=3
-    )
+    preferred = {"do_sample": True, "temperature": 9.0, "repetition_penalty": 5.0}
+    llama.model.generation_config.update(**preferred, min_new_tokens=3)
     assert answers(llama, cases, 12, Batches()) == greedy
 
 
 def test_rope_is_fixed_for_the_prompt_and_the_new_tokens(llama, tmp_path):
     list(passkey_rows(run_of(llama, tmp_path, 400, ropes="dynamic:2"), 1, 13))
-    stretch = 2.0 * (400 + 13) / 64 - 1
-    head_dim = llama.model.config.head_dim
+    stretch, head_dim = 2.0 * (400 + 13) / 64 - 1, 8
     base = 10000.0 * stretch ** (head_dim / (head_dim - 2))
-    torch.testing.assert_close(
-        llama.model.model.rotary_emb.inv_freq[1].item(), base ** (-2 / head_dim)
-    )
+    second = llama.model.model.rotary_emb.inv_freq[1].item()
+    assert second == pytest.approx(base ** (-2 / head_dim))
 
 
 def test_a_length_too_short_for_the_prompt_is_refused_with_the_shortest_that_does(llama, tmp_path):
@@ -154,9 +136,8 @@ def bpe_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        words, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet)
-    )
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(words, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
@@ -185,13 +166,9 @@ def test_prompts_of_subwords_fill_their_length_and_hold_the_key_at_the_stated_pl
 
 def test_cases_take_the_depths_of_a_grid_in_turn(tiny_tokenizer):
     """With 22 fillers of 90 bytes, grid points are at most half a filler off."""
-    cases = [
-        passkey_case(tiny_tokenizer, SHORTEST + 22 * FILLER_LEN + 2, 0, number, depths=5)
-        for number in range(10)
-    ]
-    assert [case.depth for case in cases] == pytest.approx(
-        [0, 0.25, 0.5, 0.75, 1] * 2, abs=0.5 / 22
-    )
+    length, grid = SHORTEST + 22 * FILLER_LEN + 2, [0, 0.25, 0.5, 0.75, 1]
+    cases = [passkey_case(tiny_tokenizer, length, 0, number, depths=5) for number in range(10)]
+    assert [case.depth for case in cases] == pytest.approx(grid * 2, abs=0.5 / 22)
     assert (cases[0].depth, cases[4].depth) == (0.0, 1.0)
     assert len({case.key for case in cases}) == 10
 
