@@ -97,8 +97,7 @@ def test_the_page_says_how_each_number_was_made(page):
         "- [1] cpu (x86\\_64, 2 threads); torch 2.13.0, python 3.11.7",
         "- [2] NVIDIA H200; torch 2.13.0, python 3.11.7, commit 77ed9d2",
         "<summary>Perplexity: books, 2 documents, stride 256</summary>",
-        "<summary>Passkey retrieval: 100 cases per length, uniform depth, 64 new tokens, seed "
-        "0</summary>",
+        "Passkey retrieval: 100 cases per length, uniform depth, 64 new tokens, seed 0</summary>",
         "- emma.txt\n- persuasion.txt",
         f"{command}\n",
         "- llama: /models/llama",
@@ -115,28 +114,17 @@ def test_a_notice_says_that_a_model_has_hardly_been_trained(page, tokens_seen, s
     assert (f"coca: {tokens_seen or 0:,}. The paper" in made) == said
 
 
-def test_only_measurements_with_rows_are_written(run, tmp_path):
-    rows = run(row(value=0.5, task="passkey"))
-    page = (write_report([rows], tmp_path / "page").parent / "report.md").read_text()
-    assert sorted(os.listdir(tmp_path / "page")) == ["passkey.png", "report.html", "report.md"]
-    assert Image.open(tmp_path / "page" / "passkey.png").size[0] == 9 * 200
-    for absent in ("erplexity", "CoCA", "boundaries", "Speed"):
-        assert absent not in page
-
-
 def test_every_figure_is_a_png_for_a_paper_and_stands_in_the_markdown(report_html):
     directory = report_html.parent
     page = (directory / "report.md").read_text()
-    pngs = sorted(path.name for path in directory.glob("*.png"))
+    pngs = sorted(path.stem for path in directory.glob("*.png"))
+    depths = [f"depth-of-{number}" for number in (1, 2, 3, 4)]
     assert pngs == sorted(
-        ["perplexity.png", "position-loss.png", "passkey.png", "speed.png", "speed-2.png"]
-        + [f"passkey-{which}.png" for which in ("inside", "beyond", "distance")]
-        + [f"passkey-depth-of-{number}.png" for number in (1, 2, 3, 4)]
-        + ["boundary-angle.png", "boundary-tau.png", "boundary-decay.png"]
-        + ["boundary-layers-of-1.png", "boundary-layers-of-2.png"]
+        ["perplexity", "position-loss", "passkey", "speed", "speed-2"]
+        + [f"passkey-{which}" for which in ("inside", "beyond", "distance", *depths)]
+        + [f"boundary-{which}" for which in ("angle", "tau", "decay", "layers-of-1", "layers-of-2")]
     )
-    for name in pngs:
-        assert page.count(f"]({name})") == 1
+    assert all(page.count(f"]({name}.png)") == 1 for name in pngs)
 
 
 def cases_of(depth, *cases):
@@ -199,14 +187,10 @@ def cells_of(figure):
 
 
 @pytest.mark.parametrize(
-    ("depths", "names"),
-    [
-        (11, ["0%", "10%", "20%", "30%", "40%", "50%", "60%", "70%", "80%", "90%", "100%"]),
-        (5, ["0%", "25%", "50%", "75%", "100%"]),
-        (1, ["0%"]),
-    ],
+    ("depths", "percentages"),
+    [(11, [0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100]), (5, [0, 25, 50, 75, 100]), (1, [0])],
 )
-def test_a_grid_of_depths_is_a_heat_map_with_a_line_for_each(figures, depths, names):
+def test_a_grid_of_depths_is_a_heat_map_with_a_line_for_each(figures, depths, percentages):
     """Prompts of five sentences of filler, so that the points of a grid of 11 come to lie on six
     depths only.
     """
@@ -219,6 +203,7 @@ def test_a_grid_of_depths_is_a_heat_map_with_a_line_for_each(figures, depths, na
             cases += cases_of(depth, (9, turn < (point + shift) % 5))
         rows.append((row(length=length, value=0.5, task="passkey", depths=depths), "cases", cases))
     shares = [[f"{(point + shift) % 5 / 4:.2f}" for shift in (0, 1)] for point in range(depths)]
+    names = [f"{percentage}%" for percentage in percentages]
     assert cells_of(figures(*rows)["passkey-depth-of-1"]) == (names, shares)
 
 
@@ -394,10 +379,17 @@ def test_documents_that_were_left_out_are_named_beside_those_measured(page):
     assert "- persuasion.txt\n- note.txt (empty or too short, left out)\n" in made
 
 
-def test_markdown_in_names_is_escaped(page):
-    made = page(row("a|b*c", value=8.0, data="<books>_*"))
+def test_markdown_and_html_in_names_and_commands_stay_what_they_are(page):
+    commands = ["coca-eval perplexity 'a\n```\n# not a heading\n````\nb'", "coca-eval perplexity c"]
+    link = "![x](https://example.org/seen.png)"
+    books = {"data": "<my>_books*", "command": commands[0]}
+    made = page(row("a|b*c", value=8.0, **books), row(link, **books | {"command": commands[1]}))
     assert "| a\\|b\\*c | 8.00 |" in made
-    assert "\\<books>\\_\\*, 2 documents, stride 256" in made
+    assert "\\<my>\\_books\\*, 2 documents, stride 256" in made
+    assert "<summary>Perplexity: &lt;my&gt;_books*, 2 documents" in made
+    assert "`````\n" + "\n".join(commands) + "\n`````\n" in made
+    assert "](https" not in made
+    assert r"![x]\(https://example.org/seen.png)" in made
 
 
 def test_a_last_line_cut_short_is_left_out_and_one_without_its_end_is_shown(run):
@@ -435,27 +427,31 @@ def test_models_of_one_name_and_path_in_two_directories_have_a_line_each(
     assert f" of {again.name}" not in made
 
 
-def test_a_notice_names_models_that_read_an_older_text(page):
-    first = row(text_hash="t")
-    second = row(model="coca", date="2027-01-01T00:00:00+00:00")
-    notice = "the text of these documents changed before the latest number; measure llama again"
-    for text_hash, is_told in (("t", False), (None, False), ("u", True)):
-        assert (notice in page(first, second | {"text_hash": text_hash})) == is_told
+OLDER = "the text of these documents changed before the latest number; measure llama again"
+OTHER = "llama reads other tokens of this text than coca; losses and perplexities per token"
 
 
-def test_a_notice_names_models_that_read_other_tokens_of_the_same_text(page):
-    first = row(text_hash="t", data_hash="tokens")
-    second = row(model="coca", text_hash="t", date="2027-01-01T00:00:00+00:00")
-    notice = "llama reads other tokens of this text than coca; losses and perplexities per token"
-    for data_hash, is_told in (("tokens", False), ("others", True)):
-        assert (notice in page(first, second | {"data_hash": data_hash})) == is_told
+@pytest.mark.parametrize(
+    ("text_hash", "data_hash", "said"),
+    [("t", "d", None), (None, "d", None), ("u", "d", OLDER), ("t", "e", OTHER)],
+)
+def test_a_notice_names_models_that_read_an_older_text_or_other_tokens_of_the_same(
+    page, text_hash, data_hash, said
+):
+    later = {"date": "2027-01-01T00:00:00+00:00", "text_hash": text_hash, "data_hash": data_hash}
+    made = page(row(text_hash="t", data_hash="d"), row("coca", **later))
+    assert [notice for notice in (OLDER, OTHER) if notice in made] == ([said] if said else [])
 
 
-def test_a_page_replaces_its_predecessor_and_leaves_nothing_else_behind(run, tmp_path):
-    write_report([run(row(value=8.0))], tmp_path / "page")
-    write_report([run(row(value=9.0))], tmp_path / "page")
-    assert "| llama | 9.00 |" in (tmp_path / "page/report.md").read_text()
-    assert sorted(os.listdir(tmp_path / "page")) == ["perplexity.png", "report.html", "report.md"]
+def test_only_measurements_with_rows_are_written_and_a_page_replaces_its_predecessor(run, tmp_path):
+    write_report([run(row(value=0.25, task="passkey"))], tmp_path / "page")
+    rows = run(row(value=0.5, task="passkey"))
+    page = (write_report([rows], tmp_path / "page").parent / "report.md").read_text()
+    assert "| llama | 0.50 |" in page
+    assert sorted(os.listdir(tmp_path / "page")) == ["passkey.png", "report.html", "report.md"]
+    assert Image.open(tmp_path / "page" / "passkey.png").size[0] == 9 * 200
+    for absent in ("erplexity", "CoCA", "boundaries", "Speed"):
+        assert absent not in page
 
 
 NO_ROWS = {  # contents of rows.jsonl, and what is said of them
@@ -505,18 +501,8 @@ def test_a_raw_file_with_other_columns_or_no_parquet_is_refused_by_name(run, tmp
         file.write_bytes(b"PAR1 and no more")
     with pytest.raises(CocaError) as error:
         write_report([rows], tmp_path / "page")
-    assert str(error.value) == (
-        f"{file}: got no parquet file with columns document, tokens, nll as coca-eval writes "
-        f"them; delete it and its row, and measure again"
-    )
-
-
-def test_a_boundary_row_that_is_an_error_has_no_shares_and_is_explained(page):
-    error = "7 products of queries and keys are not finite"
-    made = row(length=512, value=None, task="boundary", error=error)
-    text = page({name: value for name, value in made.items() if "share" not in name})
-    assert "| llama | 512 |  |  |  |  |  |  |" in text
-    assert f"- no value for llama at 512: {error}" in text
+    expected = "got no parquet file with columns document, tokens, nll as coca-eval writes them"
+    assert str(error.value) == f"{file}: {expected}; delete it and its row, and measure again"
 
 
 def test_sections_stand_in_the_order_of_the_measurements(run):
@@ -526,11 +512,16 @@ def test_sections_stand_in_the_order_of_the_measurements(run):
     assert titles == ["Models", *measured, "How each number was made"]
 
 
-def test_slack_is_explained_once_and_shows_the_share_of_its_absolute_part(page):
+def test_slack_is_explained_once_with_its_absolute_part_and_an_error_instead_of_shares(page):
     slack = row("coca", value=0.25, task="boundary", share_absolute=0.4)
-    made = page(row(value=0.25, task="boundary"), slack, slack | {"pairs_per_document": 7})
+    error = "7 products of queries and keys are not finite"
+    failed = row("broken", value=None, task="boundary", error=error)
+    failed = {name: value for name, value in failed.items() if "share" not in name}
+    made = page(row(value=0.25, task="boundary"), slack, slack | {"pairs_per_document": 7}, failed)
     assert made.count("The score of a CoCA-slack model has two parts") == 1
     assert "| coca | 512 | 0.000 | 0.750 | 0.000 | 0.250 | 0.250 | 0.125 | 0.750 | 0.400 |" in made
+    assert "| broken | 512 |  |  |  |  |  |  |" in made
+    assert f"- no value for broken at 512: {error}" in made
 
 
 def test_a_bound_of_decay_is_drawn_for_strict_and_not_for_slack(figures):
@@ -554,15 +545,6 @@ def test_an_out_that_is_a_file_is_refused(run, tmp_path):
             write_report([rows], out)
 
 
-def test_a_command_with_a_code_fence_and_a_name_with_a_link_stay_what_they_are(page):
-    commands = ["coca-eval perplexity 'a\n```\n# not a heading\n````\nb'", "coca-eval perplexity c"]
-    name = "![x](https://example.org/seen.png)"
-    made = page(row(command=commands[0]), row(name, command=commands[1]))
-    assert "`````\n" + "\n".join(commands) + "\n`````\n" in made
-    assert "](https" not in made
-    assert r"![x]\(https://example.org/seen.png)" in made
-
-
 @pytest.mark.parametrize(
     ("task", "field"), [("copying", "nll_first"), ("recall", "nll"), ("attention-maps", "sink")]
 )
@@ -574,11 +556,6 @@ def test_a_number_shown_beside_a_value_is_required(page, task, field):
             page(broken)
     failed = whole | {"value": None, field: None, "error": "the model's loss is nan"}
     assert "- no value for llama at 512: the model's loss is nan" in page(failed)
-
-
-def test_html_in_a_folded_title_is_escaped(page):
-    made = page(row(data="my_books/<img src=x>"))
-    assert "<summary>Perplexity: my_books/&lt;img src=x&gt;, 2 documents" in made
 
 
 def test_a_new_measurement_is_one_row_type_and_one_measurement(page, monkeypatch):
