@@ -86,16 +86,11 @@ def test_where_stages_begin_is_not_drawn_for_several_runs(out):
 
 
 def test_against_seconds_the_calibration_and_the_stages_before_count(out):
-    for stage, (directory, seconds) in enumerate({"1-k": 60, "2-qkv": 30, "10-full": None}.items()):
-        rewrite(
-            out / directory / "log.jsonl",
-            lambda number, line, stage=stage: line | {"seconds": 10.0 * number + stage},
-        )
-        if seconds:
-            rewrite(
-                out / directory / "training.json",
-                lambda _, record, seconds=seconds: record | {"seconds": seconds},
-            )
+    for stage, log in enumerate(out / name / "log.jsonl" for name in ("1-k", "2-qkv", "10-full")):
+        rewrite(log, lambda number, line, stage=stage: line | {"seconds": 10.0 * number + stage})
+    for name, seconds in (("1-k", 60), ("2-qkv", 30)):
+        add = {"seconds": seconds}
+        rewrite(out / name / "training.json", lambda _, record, add=add: record | add)
     calibration = {"calibration": {"seconds": 300.0, "tokens": 1}}
     (out / "1-k/conversion.json").write_text(json.dumps(calibration))
     _, figure = recovery([read_recovery(out)]).figures()
@@ -143,9 +138,7 @@ DAMAGED = [  # file, content, and what is said of it
 ]
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "message"), DAMAGED, ids=lambda value: repr(value)[:40]
-)
+@pytest.mark.parametrize(("file", "content", "message"), DAMAGED, ids=range(6))
 def test_damaged_files_are_named_in_one_line(out, file, content, message):
     (out / "2-qkv" / file).write_bytes(content + b"\n")
     with pytest.raises(CocaError, match=rf"2-qkv/{file}(, line 1)?: got .*{message}") as caught:
@@ -181,10 +174,8 @@ def test_the_report_takes_a_training_directory_alone_or_among_others(out, tmp_pa
     page = (write_report([out], tmp_path / "page").parent / "report.md").read_text()
     assert "| llama | 8.50 |" in page
     assert "(recovery.png)" in page
-    shutil.copytree(out, tmp_path / "other/run")
-    page = (
-        write_report([out, tmp_path / "other/run"], tmp_path / "page").parent / "report.md"
-    ).read_text()
+    other = shutil.copytree(out, tmp_path / "other/run")
+    page = (write_report([out, other], tmp_path / "page").parent / "report.md").read_text()
     assert "| run | k | 100 |" in page
     assert "| other/run | k | 100 |" in page
     assert (tmp_path / "page/recovery.png").read_bytes().startswith(b"\x89PNG")
