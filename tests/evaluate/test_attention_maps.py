@@ -1,6 +1,5 @@
 import itertools
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, MambaConfig, MambaForCausalLM
@@ -9,13 +8,13 @@ from coca_hf.errors import CocaError
 from coca_hf.evaluate.attention_maps import attention_map_rows
 from coca_hf.evaluate.loaded_model import load_model
 from coca_hf.evaluate.sample import draw_sample
-from tests.evaluate.runs import run_of
+from tests.evaluate.runs import raw_of, run_of
 
 
 def measure(loaded, baseline, books, out, length=40):
     sample = draw_sample(loaded, str(books), length)
     (row,) = attention_map_rows(run_of(loaded, out, length), baseline, sample)
-    return row, pq.read_table(out / row["raw"]["heads"]).to_pylist()
+    return row, raw_of(row, out, "heads")
 
 
 def test_a_model_is_no_distance_from_itself(llama, tiny_llama_dir, books, tmp_path):

@@ -3,7 +3,6 @@
 import cmath
 import math
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
@@ -20,7 +19,7 @@ from coca_hf.evaluate.boundary import (
     partial_sums,
 )
 from coca_hf.evaluate.sample import draw_sample
-from tests.evaluate.runs import run_of
+from tests.evaluate.runs import raw_of, run_of
 from tests.evaluate.test_query_key_products import NEOX
 
 SUMS = ("sum_magnitude", "sum_magnitude_d", "sum_magnitude_absolute", "sum_abs_angle")
@@ -41,10 +40,6 @@ def test_positions_are_causal_seeded_and_uniform():
 def measure(loaded, books, out, ropes="default", **options):
     sample = draw_sample(loaded, str(books), 100)
     return list(boundary_rows(run_of(loaded, out, 100, ropes=ropes), sample, **options))
-
-
-def raw(out, row, name):
-    return pq.read_table(out / row["raw"][name]).to_pylist()
 
 
 def assert_row_is_of(row, angles):
@@ -71,11 +66,11 @@ def test_strict_starts_at_exactly_zero(coca, books, tmp_path):
     none = {"value", "mean_abs_angle", "share_abnormal", "share_absolute"}
     assert ({row[name] for name in none}, row["share_b"]) == ({0.0}, 1.0)
     assert 0 < row["share_undefined"] < 1  # where ReLU made t zero
-    angles = raw(tmp_path, row, "angles")
+    angles = raw_of(row, tmp_path, "angles")
     assert_row_is_of(row, angles)
     assert not any(sum(line["angle_counts"][1:] + line["tau_counts"]) for line in angles)
     assert sum(line["angle_counts"][0] for line in angles) > 0
-    for line in raw(tmp_path, row, "decay"):
+    for line in raw_of(row, tmp_path, "decay"):
         assert line["score"] <= line["bound_coca"] * (1 + 1e-6)
 
 
@@ -83,7 +78,7 @@ def test_slack_has_angles_within_a_quarter_turn_an_absolute_part_and_no_bound(
     coca, books, tmp_path
 ):
     (row,) = measure(coca, books, tmp_path)
-    angles = raw(tmp_path, row, "angles")
+    angles = raw_of(row, tmp_path, "angles")
     assert_row_is_of(row, angles)
     assert sum(sum(line["angle_counts"][9:27]) for line in angles) == 0
     assert 0.2 < row["share_d"] < 0.8
@@ -101,7 +96,7 @@ def test_a_partial_coca_model_counts_rotated_pairs_only(books, tmp_path, llama):
 
 def test_a_plain_row_adds_up_with_its_raw_tables(llama, books, tmp_path):
     (row,) = measure(llama, books, tmp_path, pairs_per_document=37)
-    angles = raw(tmp_path, row, "angles")
+    angles = raw_of(row, tmp_path, "angles")
     assert len(angles) == 3 * 6 * 4 == row["layers"] * row["heads"] * row["rotary_pairs"]
     assert {line["row_id"] for line in angles} == {row["row_id"]}
     for line in angles:
@@ -113,7 +108,7 @@ def test_a_plain_row_adds_up_with_its_raw_tables(llama, books, tmp_path):
     assert row["value"] == row["share_d"] == pytest.approx(0.5, abs=0.15)
     assert row["share_b"] + row["share_d"] == pytest.approx(1)
     assert row["share_absolute"] == 0
-    decay = raw(tmp_path, row, "decay")
+    decay = raw_of(row, tmp_path, "decay")
     assert {line["layer"] for line in decay} == {0, 1, 2}
     assert all(max(line["score"], line["bound_coca"]) <= line["bound_rope"] for line in decay)
 
@@ -121,7 +116,7 @@ def test_a_plain_row_adds_up_with_its_raw_tables(llama, books, tmp_path):
 def test_linear_multiplies_tau_by_its_factor(llama, books, tmp_path):
     one, two = measure(llama, books, tmp_path, ropes="linear:1,linear:4")
     first, second = (
-        sorted(raw(tmp_path, row, "angles"), key=lambda line: line["pair"]) for row in (one, two)
+        sorted(raw_of(row, tmp_path, "angles"), key=lambda line: line["pair"]) for row in (one, two)
     )
     for before, after in zip(first, second, strict=True):
         assert after["theta"] == pytest.approx(before["theta"] / 4)

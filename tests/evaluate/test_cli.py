@@ -3,7 +3,7 @@ import os
 import shutil
 
 import pytest
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from coca_hf import provenance
 from coca_hf.evaluate import sample
@@ -162,21 +162,6 @@ def test_a_tokenizer_too_small_for_the_model_gives_a_warning(
     assert code == 0
     warning = "got a tokenizer of 259 tokens for an embedding of 1,400 rows;"
     assert f"warning: {wide}: {warning}" in stderr
-
-
-def test_a_model_without_rotary_embedding_is_not_told_to_extend_it(
-    tiny_tokenizer, books, tmp_path, out, coca_eval
-):
-    config = GPT2Config(vocab_size=259, n_embd=48, n_layer=1, n_head=4, n_positions=64)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
-    tiny_tokenizer.save_pretrained(tmp_path / "gpt2")
-    code, _, stderr = coca_eval(
-        f"perplexity {tmp_path / 'gpt2'} --data {books} --lengths 100 --out {out}"
-    )
-    assert code == 0
-    beyond = "lengths 100 are beyond the 64 tokens of --rope default, as the model was made"
-    assert f"warning: {beyond}\n" in stderr
-    assert rows_in(out)[0]["error"].startswith("the model failed on 100 tokens (IndexError")
 
 
 def test_a_row_that_cannot_be_written_is_one_line_and_earlier_rows_stay(perplexity, out):

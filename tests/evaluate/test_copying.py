@@ -1,7 +1,6 @@
 import math
 from types import SimpleNamespace
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
@@ -9,7 +8,7 @@ from torch import nn
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.copying import copying_rows, repeated_sequences
 from coca_hf.evaluate.sample import draw_sample
-from tests.evaluate.runs import run_of
+from tests.evaluate.runs import raw_of, run_of
 
 
 class LooksBack(nn.Module):
@@ -59,8 +58,10 @@ def test_losses_are_those_of_a_loop_over_tokens(coca, tmp_path):
     assert row["nll_first"] == pytest.approx(sum(sum(one[:9]) for one in losses) / 27)
     assert row["value"] == pytest.approx(sum(sum(one[10:]) for one in losses) / 27)
     assert row["tokens"] == 27
-    copies = pq.read_table(tmp_path / row["raw"]["copies"])["nll_second"].to_pylist()
-    assert copies == pytest.approx([sum(one[10:]) for one in losses])
+    copies = raw_of(row, tmp_path, "copies")
+    assert [line["nll_second"] for line in copies] == pytest.approx(
+        [sum(one[10:]) for one in losses]
+    )
 
 
 def test_cases_have_ordinary_tokens_after_the_tokenizers_beginning(llama):

@@ -1,6 +1,5 @@
 import math
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import (
@@ -18,7 +17,7 @@ from coca_hf.evaluate.copying import passages, repeated_sequences
 from coca_hf.evaluate.layers import TEXTS, layer_rows
 from coca_hf.evaluate.loaded_model import LoadedModel, load_model
 from coca_hf.evaluate.sample import draw_sample
-from tests.evaluate.runs import run_of
+from tests.evaluate.runs import raw_of, run_of
 
 SIZES = {"num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddings": 64}
 SIZES |= {"initializer_range": 0.2, "intermediate_size": 80}
@@ -47,7 +46,7 @@ def measure(pair, books, out, batch_size=None):
     sample = draw_sample(converted, str(books), 40, special_tokens=False)
     run = run_of(converted, out, 40, batch_size=batch_size)
     (row,) = layer_rows(run, original, sample, num_cases=3)
-    return row, sample, pq.read_table(out / row["raw"]["layers"]).to_pylist()
+    return row, sample, raw_of(row, out, "layers")
 
 
 @torch.no_grad()

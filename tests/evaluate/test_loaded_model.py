@@ -413,12 +413,14 @@ def test_a_checkpoint_that_is_scaled_already_takes_no_other_setting(directory):
         use_rope_(model, Rope("dynamic", 2.0), LENGTH)
 
 
-def test_a_model_without_rotary_embedding_takes_only_default():
+def test_a_model_without_rotary_embedding_takes_only_default_and_is_not_told_to_extend_it():
     config = GPT2Config(vocab_size=50, n_embd=12, n_head=2, n_layer=1, n_positions=32)
     model = GPT2LMHeadModel(config)
     use_rope_(model, Rope("default"), 20)
     with pytest.raises(CocaError, match="GPT2LMHeadModel, which has no rotary embedding"):
         check_rope(model, Rope("linear", 2.0))
+    warning = "lengths 40 are beyond the 32 tokens of --rope default, as the model was made"
+    assert warn_beyond_trained(model, [Rope("default")], [40]) == warning
 
 
 def test_lengths_beyond_the_trained_one_are_warned_of_under_static_settings(directory):

@@ -1,7 +1,6 @@
 import re
 from dataclasses import replace
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -12,7 +11,7 @@ from coca_hf.errors import CocaError
 from coca_hf.evaluate.passkey import FILLER, INSTRUCTION, VARIANTS, Case, answers, passkey_rows
 from coca_hf.evaluate.rows import Batches
 from tests.evaluate.reader import reads
-from tests.evaluate.runs import passkey_case, run_of
+from tests.evaluate.runs import passkey_case, raw_of, run_of
 
 SHORTEST = 227  # bytes of the prompt without any filler
 FILLER_LEN = 90  # and of one more filler, with its line break
@@ -27,10 +26,6 @@ def measure(loaded, out, length=320, num_cases=100, new_tokens=None, batch_size=
     return row
 
 
-def cases_in(row, out):
-    return pq.read_table(out / row["raw"]["cases"]).to_pylist()
-
-
 def read_key(prompt):
     return "It is " + re.search(r"The passkey is (\d+)", prompt).group(1)
 
@@ -39,6 +34,7 @@ def test_the_prompt_is_the_papers_word_for_word(tiny_tokenizer):
     case = passkey_case(tiny_tokenizer, SHORTEST + 4 * FILLER_LEN + 2, 0, 2)
     before = round(case.depth * 4)
     assert 0 < before < 4
+    assert VARIANTS["paper"].new_tokens == 64
     assert tiny_tokenizer.decode(case.token_ids) == (
         "There is an important info hidden inside a lot of irrelevant text. Find it and memorize "
         "them. I will quiz you about the important information there.\n\n"
@@ -76,7 +72,7 @@ def test_accuracy_is_the_share_of_correct_cases_and_each_has_a_record(tiny_token
         return read_key(prompt) if int(read_key(prompt)[-1]) % 2 == 0 else "no idea"
 
     row = measure(reads(tiny_tokenizer, even_only), tmp_path, 400, 20, 30, seed=2)
-    records = cases_in(row, tmp_path)
+    records = raw_of(row, tmp_path, "cases")
     assert [record["case"] for record in records] == list(range(20))
     assert all(record["correct"] == (record["key"] % 2 == 0) for record in records)
     assert 0 < row["value"] < 1
@@ -213,7 +209,7 @@ def test_scoring_is_that_of_the_script(variant):
     assert not any(VARIANTS[variant].found(CASE, text, ids) for text, ids in wrong)
 
 
-@pytest.mark.parametrize("variant", ["paper", "yarn", "longlora"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_model_that_copies_the_key_scores_one_under_every_variant(
     tiny_tokenizer, tmp_path, variant
 ):
@@ -221,6 +217,11 @@ def test_a_model_that_copies_the_key_scores_one_under_every_variant(
     row = measure(copier, tmp_path, 400, 12, variant=variant, depths=3, batch_size=5)
     assert (row["value"], row["variant"], row["depths"]) == (1.0, variant, 3)
     assert (row["length"], row["cases"]) == (400, 12)
+    if variant == "landmark":  # which is scored without generation
+        assert (row["new_tokens"], row["error"]) == (0, None)
+        assert row["nats_per_digit"] < 1e-6
+        cases = raw_of(row, tmp_path, "cases")
+        assert all(case["output"] == f" {case['key']}" for case in cases)
 
 
 @pytest.mark.parametrize(("configured", "trained_on"), [(300, None), (4096, 300)])
@@ -243,27 +244,13 @@ def test_cases_inside_and_beyond_the_trained_length_add_up(
     assert row["cases_beyond"] > 0 == row["correct_beyond"]
     assert row["cases_inside"] + row["cases_beyond"] == 40
     assert row["value"] == row["correct_inside"] / 40
-    near = [case for case in cases_in(row, tmp_path) if case["distance"] <= 300]
+    near = [case for case in raw_of(row, tmp_path, "cases") if case["distance"] <= 300]
     assert len(near) == row["cases_inside"]
-
-
-def landmark_key(prompt):
-    return " " + re.search(r"The pass key is (\d+)", prompt).group(1)
-
-
-def test_landmark_scores_the_key_without_generation(tiny_tokenizer, tmp_path):
-    loaded = reads(tiny_tokenizer, landmark_key)
-    row = measure(loaded, tmp_path, 400, 5, variant="landmark", batch_size=2)
-    assert (row["value"], row["new_tokens"], row["error"]) == (1.0, 0, None)
-    assert row["nats_per_digit"] < 1e-6
-    cases = [passkey_case(tiny_tokenizer, 400, 0, number, "landmark") for number in range(5)]
-    outputs = [line["output"] for line in cases_in(row, tmp_path)]
-    assert outputs == [f" {case.key}" for case in cases]
 
 
 def test_nats_per_digit_are_those_of_all_cases(coca, tmp_path):
     row = measure(coca, tmp_path, 330, 3, seed=4, variant="landmark")
-    cases = cases_in(row, tmp_path)
+    cases = raw_of(row, tmp_path, "cases")
     assert [case["answer_tokens"] for case in cases] == [6] * 3  # a space and five digits
     assert row["nats_per_digit"] == pytest.approx(sum(case["nll"] for case in cases) / 15)
 

@@ -1,19 +1,18 @@
 import math
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 from coca_hf.evaluate.perplexity import perplexity_rows
 from coca_hf.evaluate.position import in_ranges, nats_per_token, position_rows
 from coca_hf.evaluate.sample import draw_sample
-from tests.evaluate.runs import run_of
+from tests.evaluate.runs import raw_of, run_of
 
 
 def measure(loaded, books, out, length=100, bucket=64, **options):
     sample = draw_sample(loaded, str(books), length)
     (row,) = position_rows(run_of(loaded, out, length, **options), sample, bucket)
-    return row, pq.read_table(out / row["raw"]["buckets"]).to_pylist()
+    return row, raw_of(row, out, "buckets")
 
 
 @torch.no_grad()

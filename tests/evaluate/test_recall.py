@@ -1,7 +1,6 @@
 import copy
 import re
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers import Tokenizer, models
@@ -15,7 +14,7 @@ from coca_hf.evaluate.recall import recall_rows
 from coca_hf.evaluate.rows import Batches
 from coca_hf.tokens import around_text
 from tests.evaluate.reader import reads
-from tests.evaluate.runs import passkey_case, recall_case, run_of
+from tests.evaluate.runs import passkey_case, raw_of, recall_case, run_of
 
 
 def looked_up(prompt):
@@ -109,7 +108,7 @@ def test_a_model_that_looks_up_finds_all_and_one_that_guesses_none(tiny_tokenize
 def test_losses_are_those_of_a_loop_over_cases(coca, tmp_path):
     coca.model.double()
     row = measure(coca, tmp_path, num_cases=5, seed=2, batch_size=2)
-    lines = pq.read_table(tmp_path / row["raw"]["cases"]).to_pylist()
+    lines = raw_of(row, tmp_path, "cases")
     for number, line in enumerate(lines):
         case = recall_case(coca.tokenizer, 260, 2, number, 8)
         ids = torch.tensor([case.token_ids + case.answer_ids])

@@ -5,7 +5,6 @@ import shutil
 import statistics
 from types import SimpleNamespace
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -15,7 +14,7 @@ from coca_hf.evaluate import speed
 from coca_hf.evaluate.loaded_model import load_model
 from coca_hf.evaluate.speed import MODES, parse_modes, speed_rows
 from tests.conftest import TINY
-from tests.evaluate.runs import run_of
+from tests.evaluate.runs import raw_of, run_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,7 +36,7 @@ def test_every_mode_has_a_row_for_the_model_and_its_baseline(coca, llama, tmp_pa
         assert row["seed"] == 0
         assert row["tokens"] == 2 * (1 if row["mode"] == "decode" else row["length"])
         assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["value"])
-        runs = pq.read_table(tmp_path / row["raw"]["runs"]).to_pylist()
+        runs = raw_of(row, tmp_path, "runs")
         assert statistics.median(run["seconds"] for run in runs) == row["value"]
         assert [run["repeat"] for run in runs] == [0, 1, 2]
         weights = sum(parameter.nbytes for parameter in coca.model.parameters())

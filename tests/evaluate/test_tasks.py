@@ -10,7 +10,6 @@ import sys
 from statistics import fmean
 
 import lm_eval
-import pyarrow.parquet as pq
 import pytest
 import torch
 import wonderwords
@@ -24,7 +23,7 @@ from coca_hf.evaluate import tasks
 from coca_hf.evaluate.tasks import DIMENSIONS, WITHOUT_NETWORK, parse_tasks, ruler_tasks, task_rows
 from coca_hf.report.read import read_tables
 from tests.evaluate.conftest import PAIRS
-from tests.evaluate.runs import run_of
+from tests.evaluate.runs import raw_of, run_of
 from tests.evaluate.test_batches import assert_same_rows, run
 from tests.train.test_processes import TWO_PROCESSES
 
@@ -45,7 +44,7 @@ def test_rows_have_the_numbers_of_the_model_itself(coca, task_dir, expected, tmp
     assert likelihood["value"] == pytest.approx(expected["perplexity"], rel=1e-4)
     assert answer["value"] == 1 - 1 / len(PAIRS)
     assert (answer["metric"], answer["scored"]) == ("exact_match", len(PAIRS))
-    scores = [line["score"] for line in samples_of(answer, tmp_path)]
+    scores = [line["score"] for line in raw_of(answer, tmp_path, "samples")]
     assert sum(scores) / len(scores) == answer["value"]
     assert (answer["stderr"], likelihood["stderr"]) == (pytest.approx(mean_stderr(scores)), None)
     assert (answer["length"], answer["dimension"], answer["filter"]) == (None, None, "none")
@@ -130,10 +129,6 @@ def samples_by_task(scores, metric, **others):
     return found
 
 
-def samples_of(row, out):
-    return pq.read_table(out / row["raw"]["samples"]).to_pylist()
-
-
 def test_every_value_can_be_computed_again_from_what_the_model_said(
     coca, task_dir, expected, tmp_path
 ):
@@ -151,7 +146,7 @@ def test_every_value_can_be_computed_again_from_what_the_model_said(
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(shared | task))
     rows = measured(coca, NAMES, tmp_path, task_dir)
     rows += measured(coca, ["choice", "rolling"], tmp_path, tmp_path)
-    likelihood, answer, choice, rolling = (samples_of(row, tmp_path) for row in rows)
+    likelihood, answer, choice, rolling = (raw_of(row, tmp_path, "samples") for row in rows)
     assert [line["target"] for line in likelihood] == choices
     assert [line["response"] for line in answer] == expected["answers"]
     normed = [
@@ -311,7 +306,7 @@ def test_ruler_at_a_length_is_the_mean_of_its_tasks_there(coca, tmp_path, monkey
     assert [(row["length"], row["value"], row["dimension"], row["scored"]) for row in rows] == [
         *((8192, 0.5, "ruler", 6), (16384, 0.5, "ruler", 6))
     ]
-    lines = samples_of(rows[0], tmp_path)
+    lines = raw_of(rows[0], tmp_path, "samples")
     assert [(line["benchmark"], line["case"], line["score"]) for line in lines] == scores
     measured(coca, [], tmp_path, lengths=[8192, 16384])
     assert lengths == [8192, 16384]
@@ -360,7 +355,7 @@ def test_a_real_task_of_ruler_fits_the_length_and_scores_one_for_a_model_that_fi
 ):
     prompts = knows_the_needle(coca.model, coca.tokenizer)
     (row,) = measured(coca, [name], tmp_path, lengths=[1500], limit=3)
-    for line in samples_of(row, tmp_path):
+    for line in raw_of(row, tmp_path, "samples"):
         assert (line["benchmark"], line["score"]) == (name, 1.0)
         assert json.loads(line["target"]) == [line["response"].strip()]
     assert (row["benchmark"], row["length"], row["value"], row["scored"]) == (name, 1500, 1.0, 3)

@@ -3,6 +3,7 @@ import json
 import math
 import os
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -25,12 +26,11 @@ def run(tmp_path):
     numbers = itertools.count()
 
     def write(*rows):
-        directory = tmp_path / f"run-{next(numbers)}"
-        made = [one if isinstance(one, tuple) else (one, None, []) for one in rows]
-        return write_rows(
-            directory,
-            *(with_raw(directory, name, of, lines) if name else of for of, name, lines in made),
-        )
+        directory, made = tmp_path / f"run-{next(numbers)}", []
+        for one in rows:
+            of, *raw = one if isinstance(one, tuple) else (one,)
+            made.append(with_raw(directory, raw[0], of, raw[1]) if raw else of)
+        return write_rows(directory, *made)
 
     return write
 
@@ -59,12 +59,9 @@ def curves_of(figure):
 
 def test_the_page_holds_every_value_by_model_rope_and_length(run):
     original = run(row(value=7.256), row(length=4096, value=96731.2), row(length=1024, value=7.0))
-    coca = run(
-        row("coca", value=8.5),
-        row("coca", "dynamic:4", 1024, 8.25),
-        row("coca", "dynamic:4", 4096, 0.81, task="passkey"),
-    )
-    page = markdown_of([original, coca])
+    extended = row("coca", "dynamic:4", 1024, 8.25)
+    found = row("coca", "dynamic:4", 4096, 0.81, task="passkey")
+    page = markdown_of([original, run(row("coca", value=8.5), extended, found)])
     for table in (
         "| model | 512 | 1024 | 4096 |\n| --- | ---: | ---: | ---: |\n| llama | 7.26 | 7.00 | "
         "9.67e+04 |\n| coca | 8.50 |  |  |\n| coca + dynamic:4 |  | 8.25 |  |\n",
@@ -105,13 +102,11 @@ def test_the_page_says_how_each_number_was_made(page):
         assert said in making
 
 
-@pytest.mark.parametrize(
-    ("tokens_seen", "said"), [(0, True), (999_999_999, True), (1_000_000_000, False), (None, False)]
-)
-def test_a_notice_says_that_a_model_has_hardly_been_trained(page, tokens_seen, said):
-    made = page(row("coca", tokens_seen=tokens_seen))
-    assert ("minutes of training show the machinery, not the paper's result" in made) == said
-    assert (f"coca: {tokens_seen or 0:,}. The paper" in made) == said
+def test_a_notice_says_that_a_model_has_hardly_been_trained(page):
+    notice = "minutes of training show the machinery, not the paper's result"
+    for tokens_seen, said in {0: True, 999_999_999: True, 10**9: False, None: False}.items():
+        made = page(row("coca", tokens_seen=tokens_seen))
+        assert (notice in made) == (f"coca: {tokens_seen or 0:,}. The paper" in made) == said
 
 
 def test_every_figure_is_a_png_for_a_paper_and_stands_in_the_markdown(report_html):
@@ -137,10 +132,8 @@ def test_numbers_drawn_from_raw_files_are_those_of_the_files(page):
     lines = cases_of(0.5, (4, True), (5, False), (8, True), (300, False), (512, True), (513, False))
     passkey = row(length=1024, value=0.5, task="passkey")
     made = page((passkey, "cases", lines), row(length=512, value=0.25, task="boundary"))
-    assert (
-        "| distance | ≤ 4 | ≤ 8 | ≤ 512 | ≤ 1024 |\n| --- | ---: | ---: | ---: | ---: |\n"
-        "| llama | 1.00 | 0.50 | 0.50 | 0.00 |" in made
-    )
+    distances = "| distance | ≤ 4 | ≤ 8 | ≤ 512 | ≤ 1024 |\n| --- | ---: | ---: | ---: | ---: |\n"
+    assert f"{distances}| llama | 1.00 | 0.50 | 0.50 | 0.00 |" in made
     assert "| llama | 512 | 0.000 | 0.750 | 0.000 | 0.250 | 0.250 | 0.125 | 0.750 | 0.000 |" in made
     assert "CoCA-slack" not in made
 
@@ -178,12 +171,10 @@ def test_the_markers_of_many_points_leave_the_line_to_be_seen(points, markers):
 def cells_of(figure):
     """The names of a heat map's lines, and the texts of its cells by line."""
     axes = draw(figure.drawing, 5, figure.height, True).axes[0]
-    texts = {tuple(map(int, text.get_position()[::-1])): text.get_text() for text in axes.texts}
-    lines = sorted({line for line, _ in texts})
-    names = [label.get_text() for label in axes.get_yticklabels()]
-    return names, [
-        [text for place, text in sorted(texts.items()) if place[0] == line] for line in lines
-    ]
+    lines = defaultdict(list)
+    for text in sorted(axes.texts, key=lambda text: text.get_position()[::-1]):
+        lines[text.get_position()[1]].append(text.get_text())
+    return [label.get_text() for label in axes.get_yticklabels()], [*lines.values()]
 
 
 @pytest.mark.parametrize(
@@ -211,10 +202,9 @@ def test_uniform_depths_are_a_heat_map_of_fifths(figures):
     found = {0.0: True, 0.19: False, 0.2: True, 0.41: False, 0.79: False, 0.81: True, 1.0: False}
     lines = [case for depth, correct in found.items() for case in cases_of(depth, (9, correct))]
     made = figures((row(value=0.4, task="passkey"), "cases", lines))
-    assert cells_of(made["passkey-depth-of-1"]) == (
-        ["0-20%", "20-40%", "40-60%", "60-80%", "80-100%"],
-        [["0.50"], ["1.00"], ["0.00"], ["0.00"], ["0.50"]],
-    )
+    names, cells = cells_of(made["passkey-depth-of-1"])
+    assert names == ["0-20%", "20-40%", "40-60%", "60-80%", "80-100%"]
+    assert cells == [["0.50"], ["1.00"], ["0.00"], ["0.00"], ["0.50"]]
 
 
 def test_passkeys_inside_and_beyond_the_trained_length_are_told_apart(page, figures):
@@ -238,10 +228,8 @@ def test_passkeys_inside_and_beyond_the_trained_length_are_told_apart(page, figu
 def test_a_heat_map_with_a_single_share_is_a_sentence(page):
     missed = [*cases_of(0.1, (300, False)), *cases_of(0.9, (300, False))]
     both = [line | {"correct": line["depth"] > 0.5} for line in missed]
-    made = page(
-        (row("llama", value=0.5, task="passkey"), "cases", missed),
-        (row("coca", value=0.5, task="passkey"), "cases", both),
-    )
+    llama, coca = (row(model, value=0.5, task="passkey") for model in ("llama", "coca"))
+    made = page((llama, "cases", missed), (coca, "cases", both))
     assert "- llama: 0.00 at every context length and depth, so no heat map." in made
     assert "Where coca finds the passkey" in made
     assert "(passkey-depth-of-1.png)" in made
@@ -368,10 +356,9 @@ def test_the_page_says_which_layers_of_a_model_are_special(page):
 def test_models_of_one_name_are_told_apart_by_path_and_dtype(run):
     other = row(value=9.0, model_path="/elsewhere/llama", dtype="bfloat16")
     (table,) = read_tables([run(row(value=8.0), other)])
-    assert {name: rows[0]["value"] for name, rows in table.series.items()} == {
-        "llama (/models/llama, float32)": 8.0,
-        "llama (/elsewhere/llama, bfloat16)": 9.0,
-    }
+    first, second = "llama (/models/llama, float32)", "llama (/elsewhere/llama, bfloat16)"
+    values = {name: rows[0]["value"] for name, rows in table.series.items()}
+    assert values == {first: 8.0, second: 9.0}
 
 
 def test_documents_that_were_left_out_are_named_beside_those_measured(page):
@@ -454,29 +441,19 @@ def test_only_measurements_with_rows_are_written_and_a_page_replaces_its_predece
         assert absent not in page
 
 
-NO_ROWS = {  # contents of rows.jsonl, and what is said of them
-    None: "got no rows.jsonl there, expected the --out of coca-eval",
-    "": "rows.jsonl: got no rows, expected at least one; run coca-eval first",
-}
-NO_ROW = [  # test_rows.py has more that is none
-    *('{"task": "other"}', json.dumps(row() | {"task": ["perplexity"]})),
-    json.dumps(row("half \ud83d")),
-]
-WRONG = [  # task, fields, and what is said of the first
-    ("perplexity", {"length": 0}, "length 0, no value of coca-eval's; delete it"),
-    ("perplexity", {"document_names": [5]}, "document_names [5], no value"),
-    ("perplexity", {"raw": {"windows": "x" * 400}}, "raw {'windows': 'xxx"),
-    ("perplexity", {"value": -3.0}, "value -3.0, no value"),
-    ("passkey", {"value": 2.0}, "value 2.0, no value"),
-]
-REFUSED = [
-    *NO_ROWS.items(),
-    *((f"{line}\n", "line 1: got no row of coca-eval; delete the line") for line in NO_ROW),
-    *(
-        (f"{json.dumps(row(task=task) | fields)}\n", f"line 1: got a row with {said}")
-        for task, fields, said in WRONG
-    ),
-    (json.dumps(row()).replace('"seconds"', '"s"') + "\n", "got a row with seconds None, no value"),
+NO_ROW = "line 1: got no row of coca-eval; delete the line"
+REFUSED = [  # contents of rows.jsonl, and what is said of them; test_rows.py has more without a row
+    (None, "got no rows.jsonl there, expected the --out of coca-eval"),
+    ("", "rows.jsonl: got no rows, expected at least one; run coca-eval first"),
+    ({"task": "other"}, NO_ROW),
+    (row() | {"task": ["perplexity"]}, NO_ROW),
+    (row("half \ud83d"), NO_ROW),
+    (row(length=0), "line 1: got a row with length 0, no value of coca-eval's; delete it"),
+    (row(document_names=[5]), "got a row with document_names [5], no value"),
+    (row(raw={"windows": "x" * 400}), "got a row with raw {'windows': 'xxx"),
+    (row(value=-3.0), "got a row with value -3.0, no value"),
+    (row(task="passkey", value=2.0), "got a row with value 2.0, no value"),
+    ({name: row()[name] for name in row() if name != "seconds"}, "got a row with seconds None, no"),
 ]
 
 
@@ -484,7 +461,8 @@ REFUSED = [
 def test_runs_without_rows_are_refused_and_no_page_is_begun(tmp_path, content, message):
     (tmp_path / "a").mkdir()
     if content is not None:
-        (tmp_path / "a" / "rows.jsonl").write_text(content)
+        line = json.dumps(content) + "\n" if content else ""
+        (tmp_path / "a" / "rows.jsonl").write_text(line)
     with pytest.raises(CocaError) as error:
         write_report([tmp_path / "a"], tmp_path / "page")
     assert message in str(error.value)
@@ -530,10 +508,8 @@ def test_a_bound_of_decay_is_drawn_for_strict_and_not_for_slack(figures):
         (row(f"coca-{kind}", value=0.0, task="boundary", coca_constraint=kind), "decay", lines)
         for kind in ("slack", "strict")
     ]
-    curves = curves_of(figures(*made)["boundary-decay"])
-    assert {name: line.get_ydata().tolist() for name, line in curves.items()} == {
-        "coca-strict": [5.0, 5.0]
-    }
+    ((name, line),) = curves_of(figures(*made)["boundary-decay"]).items()
+    assert (name, line.get_ydata().tolist()) == ("coca-strict", [5.0, 5.0])
 
 
 def test_an_out_that_is_a_file_is_refused(run, tmp_path):
