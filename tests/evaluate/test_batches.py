@@ -127,9 +127,7 @@ def short_of_memory(llama):
     return llama
 
 
-def test_a_row_that_does_not_fit_says_oom_and_only_it_is_measured_again(
-    short_of_memory, books, tmp_path
-):
+def test_a_row_that_does_not_fit_says_oom_and_is_measured_again(short_of_memory, books, tmp_path):
     sample = draw_sample(short_of_memory, str(books), 100)
 
     def measured(out=tmp_path):

@@ -74,9 +74,7 @@ def test_strict_starts_at_exactly_zero(coca, books, tmp_path):
         assert line["score"] <= line["bound_coca"] * (1 + 1e-6)
 
 
-def test_slack_has_angles_within_a_quarter_turn_an_absolute_part_and_no_bound(
-    coca, books, tmp_path
-):
+def test_slack_has_angles_below_a_quarter_turn_an_absolute_part_and_no_bound(coca, books, tmp_path):
     (row,) = measure(coca, books, tmp_path)
     angles = raw_of(row, tmp_path, "angles")
     assert_row_is_of(row, angles)

@@ -131,9 +131,7 @@ def test_bad_input_is_one_line_and_exit_code_2(bad, perplexity, out):
     assert not out.exists()
 
 
-def test_what_no_row_could_be_written_with_is_refused_before_the_model_is_read(
-    coca_eval, out, monkeypatch
-):
+def test_what_no_row_could_hold_is_refused_before_the_model_is_read(coca_eval, out, monkeypatch):
     """A name with the byte 0x80, as the system gives it, and a directory without permission."""
     code, _, stderr = coca_eval(f"passkey ./nowhere --lengths 320 --out {out} --name a\udc80")
     assert code == 2
@@ -151,9 +149,7 @@ def test_a_factor_beyond_all_positions_is_measured(perplexity, out):
     assert all(row["value"] > 1 for row in rows_in(out))
 
 
-def test_a_tokenizer_too_small_for_the_model_gives_a_warning(
-    tiny_llama_dir, tmp_path, out, coca_eval
-):
+def test_a_tokenizer_too_small_for_a_model_is_warned_of(tiny_llama_dir, tmp_path, out, coca_eval):
     model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
     model.resize_token_embeddings(1400, mean_resizing=False)
     wide = shutil.copytree(tiny_llama_dir, tmp_path / "wide")
@@ -174,7 +170,7 @@ def test_a_row_that_cannot_be_written_is_one_line_and_earlier_rows_stay(perplexi
     assert [row["length"] for row in rows_in(out)] == [64]
 
 
-def test_a_preset_measures_its_documents_cut_to_its_length(
+def test_a_preset_is_its_documents_cut_to_its_length(
     tiny_llama_dir, books, out, coca_eval, monkeypatch
 ):
     preset = {"data": str(books), "split": "test", "column": "text", "documents": 3}

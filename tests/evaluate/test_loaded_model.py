@@ -53,9 +53,7 @@ def test_a_model_is_called_by_its_directory_or_as_asked(checkpoint):
     assert load_model(str(checkpoint), name="mine").name == "mine"
 
 
-def test_a_model_on_the_hub_is_that_of_its_revision_and_has_its_commit(
-    checkpoint, tmp_path, monkeypatch
-):
+def test_a_model_on_the_hub_is_that_of_its_revision_and_commit(checkpoint, tmp_path, monkeypatch):
     """Two commits of one repository, as the hub's cache keeps them."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     repo, commits = tmp_path / "models--somebody--tiny", {"main": "1" * 40, "step-7": "2" * 40}
@@ -73,7 +71,7 @@ def test_a_model_on_the_hub_is_that_of_its_revision_and_has_its_commit(
     assert about_model(step)["model_commit"] == commits["step-7"]
 
 
-def test_a_row_says_which_layers_keep_their_attention_and_over_which_window(
+def test_a_row_says_which_layers_keep_their_attention_and_over_what_window(
     tiny_llama_dir, tmp_path
 ):
     convert_checkpoint(tiny_llama_dir, tmp_path / "coca", keep_layers=[1], keep_window=6)
@@ -215,9 +213,7 @@ def test_derived_tensors_of_old_checkpoints_are_ignored(checkpoint):
     assert torch.equal(model(ids).logits, plain(ids).logits)
 
 
-def test_a_tokenizer_far_smaller_than_the_embedding_gives_a_warning_and_padding_does_not(
-    tiny_llama_dir,
-):
+def test_a_tokenizer_far_smaller_than_the_embedding_is_warned_of_and_padding_not(tiny_llama_dir):
     loaded = load_model(str(tiny_llama_dir))
     padded = {259: False, 259 + 1024: False, 259 + 1025: True, 49_152: True}
     for rows, warned in padded.items():

@@ -139,7 +139,7 @@ def bpe_tokenizer():
 
 @pytest.mark.parametrize("length", [210, 333, 1009])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_prompts_of_subwords_fill_their_length_and_hold_the_key_at_the_stated_place(
+def test_prompts_of_subwords_fill_their_length_with_the_key_in_its_place(
     variant, length, bpe_tokenizer
 ):
     """Tokens have many sizes, and filler cut inside a word can take more of them than the whole
@@ -171,9 +171,7 @@ def test_cases_take_the_depths_of_a_grid_in_turn(tiny_tokenizer):
 
 @pytest.mark.parametrize("variant", ["yarn", "longlora"])
 @pytest.mark.parametrize("length", [300, 777])
-def test_the_prompts_of_other_scripts_are_theirs_and_never_too_long(
-    variant, length, tiny_tokenizer
-):
+def test_prompts_of_other_scripts_are_theirs_and_never_too_long(variant, length, tiny_tokenizer):
     for number in range(8):
         case = passkey_case(tiny_tokenizer, length, 3, number, variant)
         # Filler is cut by characters, and a byte is a token
@@ -210,9 +208,7 @@ def test_scoring_is_that_of_the_script(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_model_that_copies_the_key_scores_one_under_every_variant(
-    tiny_tokenizer, tmp_path, variant
-):
+def test_a_model_that_copies_the_key_scores_one_in_every_variant(tiny_tokenizer, tmp_path, variant):
     copier = reads(tiny_tokenizer, lambda prompt: re.search(r"key is( \d+)", prompt).group(1))
     row = measure(copier, tmp_path, 400, 12, variant=variant, depths=3, batch_size=5)
     assert (row["value"], row["variant"], row["depths"]) == (1.0, variant, 3)
@@ -225,9 +221,7 @@ def test_a_model_that_copies_the_key_scores_one_under_every_variant(
 
 
 @pytest.mark.parametrize(("configured", "trained_on"), [(300, None), (4096, 300)])
-def test_cases_inside_and_beyond_the_trained_length_add_up(
-    tiny_tokenizer, tmp_path, configured, trained_on
-):
+def test_cases_within_and_beyond_training_add_up(tiny_tokenizer, tmp_path, configured, trained_on):
     """A model that sees 300 tokens back: right up to there, wrong beyond. A CoCA training counts
     before the config.
     """

@@ -65,7 +65,7 @@ def model(request):
 
 @pytest.mark.parametrize("rope", ["default", "linear:3", "dynamic:3"])
 @pytest.mark.parametrize(("length", "stride"), [(5, 1), (5, 3), (5, 5), (12, 4), (12, 5), (12, 12)])
-def test_perplexity_equals_a_double_loop_over_tokens(
+def test_perplexity_equals_a_loop_over_tokens(
     model, rope, length, stride, tiny_tokenizer, tmp_path
 ):
     """One, three and as many sequences at a time as auto takes, none of them padded or masked."""

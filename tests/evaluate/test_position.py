@@ -32,9 +32,7 @@ def by_index(model, documents, length):
     ("kind", "length", "bucket", "batch_size"),
     [("coca", 20, 6, 1), ("llama", 33, 33, 4), ("coca", 40, 10**25, 3)],
 )
-def test_buckets_equal_a_loop_over_tokens(
-    kind, length, bucket, batch_size, books, tmp_path, request
-):
+def test_buckets_are_a_loop_over_tokens(kind, length, bucket, batch_size, books, tmp_path, request):
     loaded = request.getfixturevalue(kind)
     loaded.model.double()
     for book in books.iterdir():

@@ -22,9 +22,7 @@ def hub(preset, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_is_its_data_set_on_the_hub(
-    preset, hub, llama, tiny_llama_dir, tmp_path, coca_eval
-):
+def test_a_preset_is_a_data_set_on_the_hub(preset, hub, llama, tiny_llama_dir, tmp_path, coca_eval):
     is_drawn_by_tokens = preset == "pg19"  # the other by bytes
     documents = 3 if is_drawn_by_tokens else 2
     command = f"perplexity {tiny_llama_dir} --preset {preset} --lengths 64 --batch-size 64"

@@ -55,9 +55,7 @@ def test_without_a_terminal_each_row_is_a_line_with_the_time_left_by_length(log)
     ("seconds", "left"),
     [(3, "3 s"), (99, "99 s"), (100, "2 min"), (5400, "90 min"), (7200, "2 h"), (360_000, "100 h")],
 )
-def test_the_time_left_has_a_natural_unit_and_does_not_count_rows_of_an_earlier_run(
-    log, seconds, left
-):
+def test_the_time_left_has_a_natural_unit_and_counts_no_rows_of_an_earlier_run(log, seconds, left):
     clock = Clock()
     with Progress(log, clock) as progress:
         # Without a length, that of the model's training counts

@@ -29,9 +29,7 @@ def test_a_row_is_found_by_its_settings_in_a_later_run(tmp_path):
 
 
 @pytest.mark.parametrize("kept_bytes", [1, 40, -1, None])
-def test_a_last_line_is_dropped_if_a_kill_cut_it_short_and_kept_if_only_its_end_is_missing(
-    tmp_path, kept_bytes
-):
+def test_a_last_line_is_kept_without_its_line_break_but_not_cut_short(tmp_path, kept_bytes):
     path, second = tmp_path / "rows.jsonl", ROW | {"length": 1024}
     RowStore(tmp_path).append(PasskeyRow, ROW)
     path.write_bytes(path.read_bytes() + json.dumps(second).encode()[:kept_bytes])

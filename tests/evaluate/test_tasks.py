@@ -62,9 +62,7 @@ def test_a_benchmark_does_not_run_pip(coca, task_dir, tmp_path, monkeypatch):
     assert not asked
 
 
-def test_examples_before_a_question_are_those_of_simple_evaluate(
-    coca, task_dir, tmp_path, monkeypatch
-):
+def test_examples_before_a_question_are_lm_evals(coca, task_dir, tmp_path, monkeypatch):
     """Tasks without a number of their own, with none and with one, each asked for several."""
     monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")
     shared = yaml.safe_load((task_dir / "coca_likelihood.yaml").read_text())
@@ -91,9 +89,7 @@ def test_examples_before_a_question_are_those_of_simple_evaluate(
 
 
 @pytest.mark.parametrize("room", [1, 0])
-def test_a_benchmark_that_does_not_fit_is_tried_smaller_then_says_oom(
-    coca, task_dir, expected, tmp_path, room
-):
+def test_a_benchmark_is_tried_smaller_then_says_oom(coca, task_dir, expected, tmp_path, room):
     """Memory for `room` sequences at a time."""
     tried, forward = [], coca.model.forward
 
@@ -129,9 +125,7 @@ def samples_by_task(scores, metric, **others):
     return found
 
 
-def test_every_value_can_be_computed_again_from_what_the_model_said(
-    coca, task_dir, expected, tmp_path
-):
+def test_every_value_can_be_computed_from_what_the_model_said(coca, task_dir, expected, tmp_path):
     """Each kind of request, and each kind of metric: a mean, a function of one, and one of several
     numbers.
     """
@@ -206,27 +200,16 @@ def test_the_group_of_the_paper_has_four_dimensions_of_tasks_that_lm_eval_knows(
     assert names == [name for some in DIMENSIONS.values() for name in some]
 
 
-@pytest.mark.parametrize(
-    ("names", "directory", "message"),
-    [
-        (
-            "helaswag",
-            None,
-            "--tasks: got 'helaswag', expected opencompass or .* nearest: hellaswag",
-        ),
-        (
-            "piqa",
-            "/nowhere",
-            "--include-path: got '/nowhere', expected a directory of lm-eval tasks",
-        ),
-    ],
-)
-def test_unknown_tasks_and_missing_directories_are_refused(names, directory, message):
-    with pytest.raises(CocaError, match=message):
-        parse_tasks(names, directory)
+def test_unknown_tasks_and_missing_directories_are_refused():
+    said = "--tasks: got 'helaswag', expected opencompass or .* nearest: hellaswag"
+    with pytest.raises(CocaError, match=said):
+        parse_tasks("helaswag")
+    said = "--include-path: got '/nowhere', expected a directory of lm-eval tasks"
+    with pytest.raises(CocaError, match=said):
+        parse_tasks("piqa", "/nowhere")
 
 
-def test_without_lm_eval_one_line_says_what_to_install(
+def test_without_lm_eval_a_line_says_what_to_install(
     monkeypatch, tiny_coca_dir, tmp_path, coca_eval
 ):
     # That remembers nothing
@@ -234,9 +217,8 @@ def test_without_lm_eval_one_line_says_what_to_install(
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     code, stdout, stderr = coca_eval(f"tasks {tiny_coca_dir} --tasks piqa --out {tmp_path}")
     assert (code, stdout) == (2, "")
-    assert stderr == (
-        "error: this needs lm_eval, which is not installed: pip install 'coca-hf[lm-eval]'\n"
-    )
+    said = "this needs lm_eval, which is not installed: pip install 'coca-hf[lm-eval]'"
+    assert stderr == f"error: {said}\n"
 
 
 def test_a_directory_of_tasks_without_their_names_is_refused(tiny_coca_dir, tmp_path, coca_eval):
@@ -265,9 +247,7 @@ def test_tasks_that_lm_eval_cannot_read_or_run_are_one_line(coca, task_dir, tmp_
         measured(coca, NAMES[:1], tmp_path, task_dir)
 
 
-def test_a_tag_is_its_tasks_and_a_group_without_a_metric_is_refused_before_anything_is_run(
-    tmp_path,
-):
+def test_a_tag_is_its_tasks_and_a_group_without_a_metric_is_refused_before_a_run(tmp_path):
     for name in "ba":
         (tmp_path / f"{name}.yaml").write_text(f"task: {name}\ntag: letters\ndataset_path: json\n")
     group = {"group": "both", "task": ["a", "b"]}
@@ -372,7 +352,7 @@ def test_a_real_task_of_ruler_fits_the_length_and_scores_one_for_a_model_that_fi
     ],
     ids=["no length", "too short", "needs the network"],
 )
-def test_a_task_of_ruler_that_cannot_be_run_is_refused(
+def test_tasks_of_ruler_that_cannot_run_are_refused(
     coca, few_words, tmp_path, name, lengths, message
 ):
     """Of those that need the network, with the names of those that do not."""

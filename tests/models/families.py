@@ -21,20 +21,11 @@ from coca_hf.models.reference import coca_scores
 
 MENDED_CACHES = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.18"),
-    reason="transformers' own caches keep their length in reset, and windows that are rolled back fit no mask",
+    reason="transformers' own caches keep their length in reset, and rolled-back windows fit no mask",
 )
-SHAPE = {
-    "vocab_size": 89,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-}
+SHAPE = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "vocab_size": 89}
+SHAPE |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SHAPE |= {"initializer_range": 0.2, "pad_token_id": 0, "eos_token_id": None}
 NEOX = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": ...}  # head_dim 32
 WINDOW = 7  # shorter than any sequence of the tests
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0}

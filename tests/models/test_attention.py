@@ -59,9 +59,7 @@ def test_fold_equals_contraction_in_forward_and_every_gradient(constraint, heads
     [(ContentPairs(3), [5, 6, 7]), (ContentPairs(3, True), [0, 2, 4, 5, 6, 7])],
     ids=["slowest", "and every second"],
 )
-def test_content_pairs_add_a_dot_product_that_is_the_same_at_every_distance(
-    constraint, content, still
-):
+def test_content_pairs_add_a_dot_product_that_no_distance_changes(constraint, content, still):
     q, t = random_inputs(6, 6)
     cos, sin = angles(torch.arange(M))
     both = coca_scores(q, t, cos, sin, constraint, content)

@@ -107,9 +107,7 @@ def test_every_way_of_decoding_gives_the_tokens_of_the_standard_cache(attention,
 @pytest.mark.parametrize(
     "operation", ["crop", "repeat", "select", "reorder", pytest.param("reset", marks=MENDED_CACHES)]
 )
-def test_what_is_done_to_the_cache_is_done_to_the_angles_and_to_keys_of_both_widths(
-    operation, fields
-):
+def test_what_is_done_to_the_cache_is_done_to_angles_and_keys_of_both_widths(operation, fields):
     model, ids = tiny_model(**fields).double(), tokens(2, 23)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0  # so that the rows' angles differ
@@ -229,13 +227,12 @@ def on_two_devices(model, second):
     return model
 
 
+STATIC = partial(CocaStaticCache, max_cache_len=16)
+
+
 @pytest.mark.parametrize(
     ("case", "make_cache"),
-    [
-        ("llama", CocaCache),
-        ("mistral-window", CocaCache),
-        ("llama", partial(CocaStaticCache, max_cache_len=16)),
-    ],
+    [("llama", CocaCache), ("mistral-window", CocaCache), ("llama", STATIC)],
     ids=["llama", "mistral-window", "static"],
 )
 @pytest.mark.parametrize("backend", ["sdpa", "coca"])

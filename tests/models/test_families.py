@@ -41,7 +41,7 @@ from tests.models.families import (
     ids=["slack-eager", "slack-sdpa", "strict-sdpa"],
 )
 @EVERY_CASE
-def test_logits_are_those_of_the_stock_model_with_contracted_scores(
+def test_logits_are_the_stock_models_with_contracted_scores(
     case, constraint, backend, padding, limit
 ):
     """With content pairs and a log scale."""

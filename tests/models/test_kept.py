@@ -170,9 +170,7 @@ def test_a_window_hides_what_is_further_away_from_kept_layers_and_from_no_others
 
 
 @pytest.mark.parametrize("case", ["llama", "mistral", "qwen3", "smollm3", "phi3-partial"])
-def test_decoding_with_a_window_over_kept_layers_is_the_full_forward_and_caches_no_more(
-    case, tmp_path
-):
+def test_decoding_with_a_window_over_kept_layers_is_exact_and_caches_no_more(case, tmp_path):
     model = coca_model(case, keep_layers=[1], keep_window=5)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -200,9 +198,7 @@ def test_layers_without_rotary_embedding_need_no_window():
 
 
 @pytest.mark.parametrize("case", ["llama", "mistral", "phi3-partial"])
-def test_another_window_over_kept_layers_is_an_argument_or_an_edit_and_none_is_full_attention(
-    case, tmp_path
-):
+def test_another_window_is_an_argument_or_an_edit_and_none_is_full_attention(case, tmp_path):
     coca_model(case, keep_layers=[1], keep_window=5).save_pretrained(tmp_path)
     ids, config = tokens(), json.loads((tmp_path / "config.json").read_text())
     for window in (9, None):

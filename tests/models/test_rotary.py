@@ -132,7 +132,7 @@ def test_padded_rows_keep_their_angles_in_a_second_turn(rope):
 
 @pytest.mark.parametrize(("rope", "constraint"), [("dynamic", "slack"), ("longrope", "strict")])
 @pytest.mark.parametrize(("prompt_len", "total"), [(50, 64), (50, 96), (90, 96), (150, 192)])
-def test_generation_past_the_trained_length_equals_the_full_forward(
+def test_generation_past_the_trained_length_is_the_full_forward(
     constraint, prompt_len, total, rope
 ):
     """The angles follow from prompt + new tokens, so a cache is exact: at 1, 1.5 and 3 times the 64

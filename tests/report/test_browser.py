@@ -131,9 +131,7 @@ def check_figures(page, html):
         assert svg.evaluate(OUTSIDE) == [], name
 
 
-def test_a_figure_has_words_for_readers_who_cannot_see_it_and_ids_are_not_shared(
-    open_page, report_html
-):
+def test_a_figure_has_words_for_those_who_cannot_see_it_and_shares_no_ids(open_page, report_html):
     page = open_page(report_html)
     figures = page.query_selector_all("figure > svg")
     labels = [figure.get_attribute("aria-label") for figure in figures]

@@ -401,9 +401,7 @@ def test_a_notice_names_models_whose_files_or_documents_changed(page):
     assert "its files" not in text
 
 
-def test_models_of_one_name_and_path_in_two_directories_have_a_line_each(
-    run, tmp_path, monkeypatch
-):
+def test_models_of_one_name_and_path_in_two_runs_have_a_line_each(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first, second = (run(row(value=v, fingerprint=str(v))) for v in (8.0, 9.0))
     made = markdown_of([first, second])
@@ -422,7 +420,7 @@ OTHER = "llama reads other tokens of this text than coca; losses and perplexitie
     ("text_hash", "data_hash", "said"),
     [("t", "d", None), (None, "d", None), ("u", "d", OLDER), ("t", "e", OTHER)],
 )
-def test_a_notice_names_models_that_read_an_older_text_or_other_tokens_of_the_same(
+def test_a_notice_names_models_that_read_older_text_or_other_tokens(
     page, text_hash, data_hash, said
 ):
     later = {"date": "2027-01-01T00:00:00+00:00", "text_hash": text_hash, "data_hash": data_hash}
