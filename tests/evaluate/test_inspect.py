@@ -21,6 +21,12 @@ def cache_bytes(model, ids=IDS):
     return sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
 
 
+def assert_facts_are_of(model, facts):
+    assert facts["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert facts["weight_bytes"] == sum(parameter.nbytes for parameter in model.parameters())
+    assert facts["kv_bytes_per_token"] * IDS.numel() == cache_bytes(model)
+
+
 def saved(config, directory):
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     return directory
@@ -36,9 +42,7 @@ def test_coca_facts_equal_the_loaded_models(tmp_path, constraint, fields):
     convert_checkpoint(tmp_path / "src", tmp_path / "dst", constraint, **form)
     facts = inspect_checkpoint(tmp_path / "dst")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
-    assert facts["parameters"] == sum(parameter.numel() for parameter in model.parameters())
-    assert facts["weight_bytes"] == sum(parameter.nbytes for parameter in model.parameters())
-    assert facts["kv_bytes_per_token"] * IDS.numel() == cache_bytes(model)
+    assert_facts_are_of(model, facts)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "src", dtype=torch.bfloat16)
     assert facts["kv_bytes_per_token_standard"] * IDS.numel() == cache_bytes(plain)
     said = {"family": "llama", "constraint": constraint, "dtype": "bfloat16"}
@@ -63,8 +67,7 @@ PLAIN = [
 def test_plain_facts_equal_the_loaded_models(tmp_path, config):
     facts = inspect_checkpoint(saved(config, tmp_path))
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert facts["parameters"] == sum(parameter.numel() for parameter in model.parameters())
-    assert facts["kv_bytes_per_token"] * IDS.numel() == cache_bytes(model)
+    assert_facts_are_of(model, facts)
     assert facts["constraint"] is None
     assert facts["family"] == config.model_type
 

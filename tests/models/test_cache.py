@@ -94,16 +94,22 @@ def test_every_way_of_decoding_gives_the_tokens_of_the_standard_cache(attention,
     assert len(got[0, -20:].unique()) > 3
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"constraint": "strict"},
-        {"coca_kept_layers": [1], "coca_content_pairs": 1},
-        {"coca_content_layers": [1], "coca_content_pairs": 1},
-    ],
-    ids=["slack", "strict", "kept", "content"],
-)
+FIELDS = {
+    "slack": {},
+    "strict": {"constraint": "strict"},
+    "kept": {"coca_kept_layers": [1], "coca_content_pairs": 1},
+    "content": {"coca_content_layers": [1], "coca_content_pairs": 1},
+}
+OPERATIONS = {  # what is done, and the rows that are there afterwards
+    "crop": (lambda cache: cache.crop(-4), [0, 1]),
+    "repeat": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
+    "select": (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
+    "reorder": (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [1, 0]),
+    "reset": (lambda cache: cache.reset(), [0, 1]),
+}
+
+
+@pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
 @pytest.mark.parametrize(
     "operation", ["crop", "repeat", "select", "reorder", pytest.param("reset", marks=MENDED_CACHES)]
 )
@@ -111,23 +117,10 @@ def test_what_is_done_to_the_cache_is_done_to_angles_and_keys_of_both_widths(ope
     model, ids = tiny_model(**fields).double(), tokens(2, 23)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0  # so that the rows' angles differ
-    logits = []
+    (do, rows), logits = OPERATIONS[operation], []
     for cache in (CocaCache(model.config), DynamicCache(config=model.config)):
         model(ids[:, :16], attention_mask=mask[:, :16], past_key_values=cache)
-        rows = torch.tensor([0, 1])
-        if operation == "crop":
-            cache.crop(-4)
-        elif operation == "repeat":
-            cache.batch_repeat_interleave(2)
-            rows = torch.tensor([0, 0, 1, 1])
-        elif operation == "select":
-            rows = torch.tensor([1])
-            cache.batch_select_indices(rows)
-        elif operation == "reorder":
-            rows = torch.tensor([1, 0])
-            cache.reorder_cache(rows)
-        else:
-            cache.reset()
+        do(cache)
         # after a reset: whether zeros are part of it, transformers' versions differ in
         rest = ids[rows, cache.get_seq_length() :]
         logits.append(model(rest, attention_mask=mask[rows], past_key_values=cache).logits)
