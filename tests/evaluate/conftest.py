@@ -104,12 +104,7 @@ def expected(tiny_coca_dir):
         with torch.no_grad():
             logprobs = model(torch.cat((head, tail))[None]).logits[0].log_softmax(-1)
         total += logprobs[len(head) - 1 : -1].gather(1, tail[:, None]).sum().item()
-        output = model.generate(
-            head[None],
-            attention_mask=torch.ones_like(head[None]),
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-        )
+        output = model.generate(head[None], max_new_tokens=NEW_TOKENS, do_sample=False)
         answers.append(tokenizer.decode(output[0, len(head) :], skip_special_tokens=True))
     return {"perplexity": math.exp(-total / len(PAIRS)), "answers": answers}
 
@@ -131,27 +126,15 @@ def task_dir(tmp_path_factory, expected):
         "doc_to_text": "{{context}}",
         "target_delimiter": "",
     }
-    tasks = {
-        "coca_likelihood": {
-            "output_type": "loglikelihood",
-            "doc_to_target": "{{target}}",
-            "metric_list": [
-                {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}
-            ],
-        },
-        "coca_answer": {
-            "output_type": "generate_until",
-            "doc_to_target": "{{answer}}",
-            "generation_kwargs": {
-                "until": ["\u00ff no such text"],
-                "max_gen_toks": NEW_TOKENS,
-                "do_sample": False,
-            },
-            "metric_list": [
-                {"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}
-            ],
-        },
-    }
-    for name, task in tasks.items():
-        (directory / f"{name}.yaml").write_text(yaml.safe_dump({"task": name} | shared | task))
+    likelihood = {"output_type": "loglikelihood", "doc_to_target": "{{target}}"}
+    answer = {"output_type": "generate_until", "doc_to_target": "{{answer}}"}
+    greedy = {"until": ["\u00ff no such text"], "max_gen_toks": NEW_TOKENS, "do_sample": False}
+    for name, task, metric, aggregation in (
+        ("coca_likelihood", likelihood, "perplexity", "perplexity"),
+        ("coca_answer", answer | {"generation_kwargs": greedy}, "exact_match", "mean"),
+    ):
+        metrics = {"metric": metric, "aggregation": aggregation}
+        metrics["higher_is_better"] = metric == "exact_match"
+        task |= shared | {"task": name, "metric_list": [metrics]}
+        (directory / f"{name}.yaml").write_text(yaml.safe_dump(task))
     return directory

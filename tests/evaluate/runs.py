@@ -1,5 +1,7 @@
 """Runs and cases as the commands make them, and the options of the commands."""
 
+import pyarrow.parquet as pq
+
 from coca_hf.evaluate import passkey, recall
 from coca_hf.evaluate.answers import fit_case
 from coca_hf.evaluate.loaded_model import parse_ropes
@@ -21,6 +23,11 @@ OPTIONS = {  # of the command of each measurement
 def run_of(loaded, out, *lengths, ropes="default", batch_size=None):
     """Rows of `loaded` at `lengths`, in the directory `out`, beside those that are there."""
     return Run(loaded, [*lengths], parse_ropes(ropes), RowStore(out), batch_size)
+
+
+def raw_of(row, out, name):
+    """The lines of a raw table of a row in the directory `out`."""
+    return pq.read_table(out / row["raw"][name]).to_pylist()
 
 
 def passkey_case(tokenizer, length, seed, number, variant="paper", depths=None):

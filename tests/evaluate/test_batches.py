@@ -1,28 +1,29 @@
 """Running out of memory, batches dealt to processes, and killed runs."""
 
+import inspect
 import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 from coca_hf.evaluate import rows as batches
-from coca_hf.evaluate.passkey import VARIANTS as PROMPTS
 from coca_hf.evaluate.passkey import passkey_rows
 from coca_hf.evaluate.perplexity import VARIANTS, perplexity_rows, value_of
 from coca_hf.evaluate.rows import Batches, NoValue, auto_batch_size
 from coca_hf.evaluate.sample import draw_sample
 from coca_hf.report.read import read_tables
-from tests.evaluate.runs import OPTIONS, run_of
+from tests.evaluate.runs import OPTIONS, raw_of, run_of
 from tests.evaluate.test_cli import rows_in
 
 MESSAGES = [
@@ -58,10 +59,8 @@ def test_after_running_out_of_memory_batches_are_halved_and_stay_small(message):
 
 
 def test_an_item_that_does_not_fit_into_memory_is_an_error_of_the_row():
-    tried = []
-    with pytest.raises(
-        NoValue, match=r"^OOM: one sequence alone does not fit \(CUDA out of memory"
-    ):
+    tried, said = [], r"^OOM: one sequence alone does not fit \(CUDA out of memory"
+    with pytest.raises(NoValue, match=said):
         Batches(8).compute([([*range(20)], 1)], holds(0, tried))
     assert tried == [8, 4, 2, 1]
 
@@ -76,36 +75,34 @@ def test_other_exceptions_are_passed_on():
 
 @pytest.mark.parametrize(("num_processes", "sizes"), [(8, [100]), (3, [7, 1, 1, 4]), (5, [3])])
 def test_processes_get_equal_shares_and_all_results_in_order(monkeypatch, num_processes, sizes):
-    """Each process computes its share; gathering is replaced by the results of the others."""
+    """Processes are threads here."""
     numbers = iter(range(sum(sizes)))
     groups = [([next(numbers) for _ in range(size)], 1) for size in sizes]
-    batched: list[list[int]] = []
+    gathered, everyone, here = {}, threading.Barrier(num_processes), threading.local()
 
-    def compute(batch):
-        batched[-1].append(len(batch))
-        assert any(set(batch) <= set(items) for items, _ in groups)
-        return [item * item for item in batch]
+    def gather(mine):
+        gathered[here.process_index] = mine
+        everyone.wait(60)
+        return [result for index in range(num_processes) for result in gathered[index]]
 
-    def run(process, gather):
-        state = SimpleNamespace(
-            process_index=process, num_processes=num_processes, device=torch.device("cpu")
-        )
-        monkeypatch.setattr(batches, "processes", lambda: state)
-        monkeypatch.setattr(batches, "gather_object", gather)
-        batched.append([])
+    def process(index):
+        here.process_index, here.num_processes, batched = index, num_processes, [0]
+
+        def compute(batch):
+            batched.append(len(batch))
+            assert any(set(batch) <= set(items) for items, _ in groups)
+            return [item * item for item in batch]
+
         of_64 = Batches(64)
-        return of_64.compute(groups, compute), of_64.used
+        return of_64.compute(groups, compute), of_64.used, batched
 
-    made: list = []
-    for process in range(num_processes):
-        with pytest.raises(StopIteration):
-            run(process, lambda mine: made.extend(mine) or next(iter(())))
-    shares = [sum(sizes) for sizes in batched]
-    assert max(shares) - min(shares) <= 1
-    for process in range(num_processes):
-        results, size = run(process, lambda mine: made)
-        assert results == [item * item for item in range(sum(sizes))]
-        assert size == max(map(max, filter(None, batched)))
+    monkeypatch.setattr(batches, "processes", lambda: here)
+    monkeypatch.setattr(batches, "gather_object", gather)
+    with ThreadPoolExecutor(num_processes) as threads:
+        results, used, batched = zip(*threads.map(process, range(num_processes)), strict=True)
+    assert max(map(sum, batched)) - min(map(sum, batched)) <= 1
+    assert [*results] == [[item * item for item in range(sum(sizes))]] * num_processes
+    assert {*used} == {max(map(max, batched))}
 
 
 def test_auto_begins_with_64_sequences_on_a_gpu_and_1024_tokens_on_a_cpu(monkeypatch):
@@ -125,14 +122,12 @@ def short_of_memory(llama):
             raise torch.OutOfMemoryError(MESSAGES[0])
         return forward(*args, input_ids=input_ids, **kwargs)
 
-    limited.__signature__ = __import__("inspect").signature(forward)
+    limited.__signature__ = inspect.signature(forward)
     llama.model.forward = limited
     return llama
 
 
-def test_a_row_that_does_not_fit_says_oom_and_only_it_is_measured_again(
-    short_of_memory, books, tmp_path
-):
+def test_a_row_that_does_not_fit_says_oom_and_is_measured_again(short_of_memory, books, tmp_path):
     sample = draw_sample(short_of_memory, str(books), 100)
 
     def measured(out=tmp_path):
@@ -172,7 +167,7 @@ def lasting(rows):
 def test_a_row_records_the_batch_size_of_auto_and_does_not_depend_on_it(coca, books, tmp_path):
     sample = draw_sample(coca, str(books), 60)
     (row,) = perplexity_rows(run_of(coca, tmp_path, 30), sample, 15)
-    windows = pq.read_table(tmp_path / row["raw"]["windows"]).to_pylist()
+    windows = raw_of(row, tmp_path, "windows")
     same_shape = Counter((window["input_len"], window["tokens"]) for window in windows)
     assert row["batch_size"] == 1024 // 30 < max(same_shape.values())
     assert list(perplexity_rows(run_of(coca, tmp_path, 30, batch_size=2), sample, 15)) == [row]
@@ -188,15 +183,14 @@ def test_a_repeated_run_is_equal_to_the_last_bit(coca, books, tmp_path):
 
 def test_every_value_can_be_computed_again_from_the_raw_tables(coca, books, tmp_path):
     for row in measure(coca, books, tmp_path):
-        ((_, path),) = row["raw"].items()
-        lines = pq.read_table(tmp_path / path).to_pylist()
+        (name,) = row["raw"]
+        lines = raw_of(row, tmp_path, name)
         if row["task"] == "perplexity":
             again = value_of(VARIANTS["sliding"], lines)
             assert again == {name: row[name] for name in ("value", "nll", "tokens", "error")}
         else:
             assert sum(line["correct"] for line in lines) / len(lines) == row["value"]
             assert all(str(line["key"]).isdecimal() for line in lines)
-            assert PROMPTS["paper"].new_tokens == 64
 
 
 README = Path(__file__).parents[2] / "README.md"
@@ -257,9 +251,8 @@ def assert_same_rows(directory, count):
     assert_close(lasting(one), lasting(two))
     assert {row["processes"] for row in two} == {2}
     for row in one:
-        for path in row["raw"].values():
-            raw = (pq.read_table(directory / name / path).to_pylist() for name in ("one", "two"))
-            assert_close(*raw)
+        for name in row["raw"]:
+            assert_close(*(raw_of(row, directory / each, name) for each in ("one", "two")))
 
 
 @pytest.mark.real
@@ -277,12 +270,8 @@ def test_two_processes_make_the_rows_of_one(
         assert coca_eval(command)[0] == 0
     (flags,) = re.findall(r"`accelerate launch (.*) \$\(which coca-eval\) …`", README.read_text())
     flags = flags.replace("8", "2").split()
-    launcher = [
-        "-m",
-        "accelerate.commands.launch",
-        *flags,
-        f"--main_process_port={29560 + len(tasks)}",
-    ]
+    port = f"--main_process_port={29560 + len(tasks)}"
+    launcher = ["-m", "accelerate.commands.launch", *flags, port]
     if len(tasks) == 1:
         out = run(commands["two"][0].split(), *launcher)
     else:

@@ -3,7 +3,6 @@
 import cmath
 import math
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
@@ -20,7 +19,7 @@ from coca_hf.evaluate.boundary import (
     partial_sums,
 )
 from coca_hf.evaluate.sample import draw_sample
-from tests.evaluate.runs import run_of
+from tests.evaluate.runs import raw_of, run_of
 from tests.evaluate.test_query_key_products import NEOX
 
 SUMS = ("sum_magnitude", "sum_magnitude_d", "sum_magnitude_absolute", "sum_abs_angle")
@@ -43,16 +42,11 @@ def measure(loaded, books, out, ropes="default", **options):
     return list(boundary_rows(run_of(loaded, out, 100, ropes=ropes), sample, **options))
 
 
-def raw(out, row, name):
-    return pq.read_table(out / row["raw"][name]).to_pylist()
-
-
 def assert_row_is_of(row, angles):
     """Every number of the row, again from its raw table."""
     total = {name: sum(line[name] for line in angles) for name in ("abnormal", "undefined", *SUMS)}
-    falls, rises = (
-        sum(sum(line[name]) for line in angles) for name in ("fall_counts", "tau_counts")
-    )
+    falls = sum(sum(line["fall_counts"]) for line in angles)
+    rises = sum(sum(line["tau_counts"]) for line in angles)
     assert (row["share_a"], row["share_c"]) == (0, 0)
     assert (row["share_b"], row["share_d"]) == (falls / (falls + rises), rises / (falls + rises))
     assert row["share_abnormal"] == total["abnormal"] / (falls + rises)
@@ -72,19 +66,17 @@ def test_strict_starts_at_exactly_zero(coca, books, tmp_path):
     none = {"value", "mean_abs_angle", "share_abnormal", "share_absolute"}
     assert ({row[name] for name in none}, row["share_b"]) == ({0.0}, 1.0)
     assert 0 < row["share_undefined"] < 1  # where ReLU made t zero
-    angles = raw(tmp_path, row, "angles")
+    angles = raw_of(row, tmp_path, "angles")
     assert_row_is_of(row, angles)
     assert not any(sum(line["angle_counts"][1:] + line["tau_counts"]) for line in angles)
     assert sum(line["angle_counts"][0] for line in angles) > 0
-    for line in raw(tmp_path, row, "decay"):
+    for line in raw_of(row, tmp_path, "decay"):
         assert line["score"] <= line["bound_coca"] * (1 + 1e-6)
 
 
-def test_slack_has_angles_within_a_quarter_turn_an_absolute_part_and_no_bound(
-    coca, books, tmp_path
-):
+def test_slack_has_angles_below_a_quarter_turn_an_absolute_part_and_no_bound(coca, books, tmp_path):
     (row,) = measure(coca, books, tmp_path)
-    angles = raw(tmp_path, row, "angles")
+    angles = raw_of(row, tmp_path, "angles")
     assert_row_is_of(row, angles)
     assert sum(sum(line["angle_counts"][9:27]) for line in angles) == 0
     assert 0.2 < row["share_d"] < 0.8
@@ -102,7 +94,7 @@ def test_a_partial_coca_model_counts_rotated_pairs_only(books, tmp_path, llama):
 
 def test_a_plain_row_adds_up_with_its_raw_tables(llama, books, tmp_path):
     (row,) = measure(llama, books, tmp_path, pairs_per_document=37)
-    angles = raw(tmp_path, row, "angles")
+    angles = raw_of(row, tmp_path, "angles")
     assert len(angles) == 3 * 6 * 4 == row["layers"] * row["heads"] * row["rotary_pairs"]
     assert {line["row_id"] for line in angles} == {row["row_id"]}
     for line in angles:
@@ -114,7 +106,7 @@ def test_a_plain_row_adds_up_with_its_raw_tables(llama, books, tmp_path):
     assert row["value"] == row["share_d"] == pytest.approx(0.5, abs=0.15)
     assert row["share_b"] + row["share_d"] == pytest.approx(1)
     assert row["share_absolute"] == 0
-    decay = raw(tmp_path, row, "decay")
+    decay = raw_of(row, tmp_path, "decay")
     assert {line["layer"] for line in decay} == {0, 1, 2}
     assert all(max(line["score"], line["bound_coca"]) <= line["bound_rope"] for line in decay)
 
@@ -122,7 +114,7 @@ def test_a_plain_row_adds_up_with_its_raw_tables(llama, books, tmp_path):
 def test_linear_multiplies_tau_by_its_factor(llama, books, tmp_path):
     one, two = measure(llama, books, tmp_path, ropes="linear:1,linear:4")
     first, second = (
-        sorted(raw(tmp_path, row, "angles"), key=lambda line: line["pair"]) for row in (one, two)
+        sorted(raw_of(row, tmp_path, "angles"), key=lambda line: line["pair"]) for row in (one, two)
     )
     for before, after in zip(first, second, strict=True):
         assert after["theta"] == pytest.approx(before["theta"] / 4)
@@ -151,27 +143,22 @@ def test_angles_tau_and_scenarios_of_constructed_pairs():
     counts = count_angles(h, THETA, torch.tensor([100, 6]))
     assert counts["scenario_b"].tolist() == [[2, 1, 0]]
     assert counts["scenario_d"].tolist() == [[0, 1, 2]]
-    found = {
-        (pair, bin_)
-        for pair in range(3)
-        for bin_ in counts["angle_counts"][0, pair].nonzero().flatten().tolist()
+    bins = {
+        name: [pair.nonzero().flatten().tolist() for pair in counts[name][0]]
+        for name in ("angle_counts", "tau_counts", "fall_counts")
     }
-    assert found == {(0, 0), (0, 9), (1, 18), (1, 27), (2, 35), (2, 19)}
-    # tau = (2 pi - Theta) / theta: pair 1: 90 degrees / 0.25 = 6.28; pair 2: 5 degrees / 0.001 =
-    # 87, 170 degrees: 2967
-    assert counts["tau_counts"][0, 1].nonzero().flatten().tolist() == [3]  # [4, 8)
-    # [64, 128), [2048, 4096)
-    assert counts["tau_counts"][0, 2].nonzero().flatten().tolist() == [7, 12]
+    assert bins["angle_counts"] == [[0, 9], [18, 27], [19, 35]]
+    # tau = (2 pi - Theta) / theta: pair 1: 90 degrees / 0.25 = 6.28, in [4, 8); pair 2: 5 degrees /
+    # 0.001 = 87, in [64, 128), and 170 degrees: 2967, in [2048, 4096)
+    assert bins["tau_counts"] == [[], [3], [7, 12]]
     # fall = (pi - Theta) / theta: pair 0: 175 degrees: 3.05, 85 degrees: 1.48; pair 1: 0
-    assert counts["fall_counts"][0, 0].nonzero().flatten().tolist() == [1, 2]
-    assert counts["fall_counts"][0, 1].nonzero().flatten().tolist() == [0]
+    assert bins["fall_counts"] == [[1, 2], [0], []]
     # distances 100 and 6: nearer than tau are 6 < 6.28 and 6 < 2967, not 100 < 87
     assert counts["abnormal"].tolist() == [[0, 1, 1]]
     assert counts["magnitude"].tolist() == [pytest.approx([4.0, 4.0, 4.0])]
     assert counts["magnitude_d"].tolist() == [pytest.approx([0.0, 2.0, 4.0])]
-    assert counts["abs_angle"][0].rad2deg().tolist() == pytest.approx(
-        [100.0, 270.0, 175.0], abs=1e-3
-    )
+    angles = counts["abs_angle"][0].rad2deg().tolist()
+    assert angles == pytest.approx([100.0, 270.0, 175.0], abs=1e-3)
 
 
 def test_zero_queries_or_keys_have_no_angle_and_nan_is_counted_apart():
@@ -189,12 +176,9 @@ def test_partial_sums_equal_a_direct_sum():
     sum_s, sum_c = partial_sums(THETA, distances)
     for i, s in enumerate(distances):
         turns = [cmath.exp(1j * s * theta) for theta in THETA.tolist()]
-        assert sum_s[i].item() == pytest.approx(
-            sum(abs(sum(turns[: j + 1])) for j in range(3)), rel=1e-9
-        )
-        assert sum_c[i].item() == pytest.approx(
-            sum(abs(sum(turns[: j + 1]).real) for j in range(3)), rel=1e-9
-        )
+        sums = [sum(turns[: j + 1]) for j in range(3)]
+        assert sum_s[i].item() == pytest.approx(sum(map(abs, sums)), rel=1e-9)
+        assert sum_c[i].item() == pytest.approx(sum(abs(each.real) for each in sums), rel=1e-9)
 
 
 def test_the_bounds_hold_and_cocas_is_tighter():
@@ -210,7 +194,5 @@ def test_the_bounds_hold_and_cocas_is_tighter():
         (h.abs(), largest_steps(h.abs())[:, None] * sum_c),
     ):
         for i, s in enumerate(distances):
-            score = sum(
-                products[:, j] * cmath.exp(1j * s * theta[j].item()) for j in range(16)
-            ).real.abs()
+            score = (products * (1j * s * theta).exp()).sum(-1).real.abs()
             assert (score <= bound[:, i] + 1e-9).all()

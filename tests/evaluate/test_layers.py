@@ -1,6 +1,5 @@
 import math
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import (
@@ -18,7 +17,7 @@ from coca_hf.evaluate.copying import passages, repeated_sequences
 from coca_hf.evaluate.layers import TEXTS, layer_rows
 from coca_hf.evaluate.loaded_model import LoadedModel, load_model
 from coca_hf.evaluate.sample import draw_sample
-from tests.evaluate.runs import run_of
+from tests.evaluate.runs import raw_of, run_of
 
 SIZES = {"num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddings": 64}
 SIZES |= {"initializer_range": 0.2, "intermediate_size": 80}
@@ -47,7 +46,7 @@ def measure(pair, books, out, batch_size=None):
     sample = draw_sample(converted, str(books), 40, special_tokens=False)
     run = run_of(converted, out, 40, batch_size=batch_size)
     (row,) = layer_rows(run, original, sample, num_cases=3)
-    return row, sample, pq.read_table(out / row["raw"]["layers"]).to_pylist()
+    return row, sample, raw_of(row, out, "layers")
 
 
 @torch.no_grad()
@@ -104,29 +103,10 @@ def test_a_model_beside_itself_has_no_harm(llama, books, tmp_path):
     assert all(row[text] == row[f"baseline_{text}"] for text in TEXTS)
 
 
-def test_the_layer_that_differs_is_the_first_to_keep(llama, tiny_llama_dir, books, tmp_path):
-    broken = load_model(str(tiny_llama_dir), name="broken")
-    with torch.no_grad():
-        broken.model.model.layers[1].self_attn.o_proj.weight.mul_(-3)
-    row, _, lines = measure([llama, broken], books, tmp_path / "out")
-    assert row["order"][0] == 1
-    assert lines[1]["back_divergence"] == pytest.approx(0, abs=1e-6)
-    assert lines[1]["alone_divergence"] == pytest.approx(row["value"], rel=1e-5)
-    assert lines[1]["harm"] == pytest.approx(row["value"], rel=1e-5)
-
-
 def test_models_of_two_dtypes_can_be_swapped(pair, books, tmp_path):
     pair[0].model.bfloat16()
     row, _, _ = measure(pair, books, tmp_path / "out")
     assert row["value"] > 0
-
-
-def test_another_model_is_refused(llama, coca, books, tmp_path):
-    llama.model.config.num_hidden_layers = 7
-    with pytest.raises(
-        CocaError, match=r"tiny-llama: got num_hidden_layers 7, expected 3 as .*tiny-coca has"
-    ):
-        measure([llama, coca], books, tmp_path / "out")
 
 
 def test_command(tiny_llama_dir, tiny_coca_dir, books, tmp_path, coca_eval):
@@ -144,26 +124,26 @@ def test_command(tiny_llama_dir, tiny_coca_dir, books, tmp_path, coca_eval):
     assert (tmp_path / "page" / "layers.png").is_file()
 
 
-def test_a_model_whose_layers_are_not_understood_is_refused(tiny_tokenizer, books, tmp_path):
-    config = GPT2Config(
-        vocab_size=len(tiny_tokenizer), n_embd=12, n_layer=2, n_head=2, n_positions=64
-    )
-    gpt2 = LoadedModel(GPT2LMHeadModel(config).eval(), tiny_tokenizer, "gpt2", "/gpt2", "0123")
-    with pytest.raises(
-        CocaError,
-        match="coca-eval layers: got GPT2LMHeadModel, whose layers it does not understand",
-    ):
-        measure([gpt2, gpt2], books, tmp_path / "out")
-
-
-def test_models_in_the_wrong_order_are_refused(llama, coca, books, tmp_path):
-    with pytest.raises(CocaError, match=r"got a CoCA model before .*; expected the original first"):
-        measure([coca, llama], books, tmp_path / "out")
-
-
 def test_layers_that_were_kept_have_no_harm(llama, tiny_llama_dir, books, tmp_path):
     coca_hf.convert_checkpoint(tiny_llama_dir, tmp_path / "coca", keep_layers=[0, 2])
     row, _, lines = measure([llama, load_model(str(tmp_path / "coca"))], books, tmp_path / "out")
     assert row["order"][0] == 1
     assert [line["harm"] == pytest.approx(0, abs=1e-6) for line in lines] == [True, False, True]
     assert lines[1]["alone_divergence"] == pytest.approx(row["value"], rel=1e-4)
+
+
+def test_models_that_cannot_be_compared_are_refused(llama, coca, tiny_tokenizer, books, tmp_path):
+    vocab_size = {"vocab_size": len(tiny_tokenizer)}
+    config = GPT2Config(**vocab_size, n_embd=12, n_layer=2, n_head=2, n_positions=64)
+    gpt2 = LoadedModel(GPT2LMHeadModel(config).eval(), tiny_tokenizer, "gpt2", "/gpt2", "0123")
+    unknown = "coca-eval layers: got GPT2LMHeadModel, whose layers it does not understand"
+    for pair, message in (
+        ([gpt2, gpt2], unknown),
+        ([coca, llama], r"got a CoCA model before .*; expected the original first"),
+    ):
+        with pytest.raises(CocaError, match=message):
+            measure(pair, books, tmp_path / "out")
+    llama.model.config.num_hidden_layers = 7
+    other = r"tiny-llama: got num_hidden_layers 7, expected 3 as .*tiny-coca has"
+    with pytest.raises(CocaError, match=other):
+        measure([llama, coca], books, tmp_path / "out")

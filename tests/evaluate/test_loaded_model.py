@@ -1,6 +1,7 @@
 import copy
 import json
 import math
+import os
 import shutil
 
 import pytest
@@ -10,7 +11,6 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
-    BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
     T5Config,
@@ -53,9 +53,7 @@ def test_a_model_is_called_by_its_directory_or_as_asked(checkpoint):
     assert load_model(str(checkpoint), name="mine").name == "mine"
 
 
-def test_a_model_on_the_hub_is_that_of_its_revision_and_has_its_commit(
-    checkpoint, tmp_path, monkeypatch
-):
+def test_a_model_on_the_hub_is_that_of_its_revision_and_commit(checkpoint, tmp_path, monkeypatch):
     """Two commits of one repository, as the hub's cache keeps them."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     repo, commits = tmp_path / "models--somebody--tiny", {"main": "1" * 40, "step-7": "2" * 40}
@@ -63,10 +61,8 @@ def test_a_model_on_the_hub_is_that_of_its_revision_and_has_its_commit(
     for revision, commit in commits.items():
         (repo / "refs" / revision).write_text(commit)
         shutil.copytree(checkpoint, repo / "snapshots" / commit)
-    edit_weights(
-        repo / "snapshots" / commits["step-7"],
-        lambda weights: weights.update({"lm_head.weight": weights["lm_head.weight"] + 1}),
-    )
+    step = repo / "snapshots" / commits["step-7"]
+    edit_weights(step, lambda weights: weights["lm_head.weight"].add_(1))
     main, step = load_model("somebody/tiny"), load_model("somebody/tiny", revision="step-7")
     assert (main.name, main.commit) == ("tiny", commits["main"])
     assert (step.name, step.commit) == ("tiny@step-7", commits["step-7"])
@@ -75,7 +71,7 @@ def test_a_model_on_the_hub_is_that_of_its_revision_and_has_its_commit(
     assert about_model(step)["model_commit"] == commits["step-7"]
 
 
-def test_a_row_says_which_layers_keep_their_attention_and_over_which_window(
+def test_a_row_says_which_layers_keep_their_attention_and_over_what_window(
     tiny_llama_dir, tmp_path
 ):
     convert_checkpoint(tiny_llama_dir, tmp_path / "coca", keep_layers=[1], keep_window=6)
@@ -124,9 +120,8 @@ def test_the_fingerprint_changes_with_an_adapter_in_the_directory_and_with_its_b
         found.add(loaded_model.fingerprint(str(checkpoint), None, False))
     assert len(found) == 3
     for base in (str(checkpoint), None):  # an adapter beside its own base, and one that names none
-        (checkpoint / "adapter_config.json").write_text(
-            json.dumps({"base_model_name_or_path": base})
-        )
+        config = json.dumps({"base_model_name_or_path": base})
+        (checkpoint / "adapter_config.json").write_text(config)
         assert loaded_model.fingerprint(str(checkpoint), None, False) not in found
 
 
@@ -142,28 +137,16 @@ def test_tokens_seen_are_read_from_the_training_record(checkpoint):
         assert load_model(str(checkpoint)).trained_seq_len == reached
     edit_json(checkpoint / "training.json", stages=[{"tokens": 100_000}, {"tokens": 123_904}])
     assert load_model(str(checkpoint)).tokens_seen == 223_904  # those of an earlier run count
-    for damaged in (
-        '{"tokens": 3}',
-        '{"tokens_seen": 3, "stages": [3]}',
-        '{"tokens_seen": 1e999}',
-        "{",
-        "[]",
-        "[" * 9999,
-    ):
-        (checkpoint / "training.json").write_text(damaged)
+    damaged = ['{"tokens": 3}', '{"tokens_seen": 3, "stages": [3]}', '{"tokens_seen": 1e999}']
+    for text in (*damaged, "{", "[]", "[" * 9999):
+        (checkpoint / "training.json").write_text(text)
         refused(checkpoint, r"training\.json: got no whole number under 'tokens_seen'")
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("./nowhere", "'./nowhere': no such directory, expected a model directory or a hub id"),
-        ("nobody/nothing-here", "no such directory here, and as a hub id it cannot be read"),
-        ("", "'': no such directory, expected a model directory or a hub id"),
-    ],
-)
-def test_a_missing_model_is_refused(path, message):
-    refused(path, message)
+def test_a_missing_model_is_refused():
+    for path in ("./nowhere", ""):
+        refused(path, f"'{path}': no such directory, expected a model directory or a hub id")
+    refused("nobody/nothing-here", "no such directory here, and as a hub id it cannot be read")
 
 
 def test_a_directory_without_a_model_or_with_an_adapter_alone_is_refused(tmp_path):
@@ -178,49 +161,38 @@ def test_a_config_that_cannot_be_read_is_refused(checkpoint, text):
     refused(checkpoint, r"copy: its config\.json or its own code cannot be read \(")
 
 
-def test_other_models_than_causal_language_models_are_refused(tmp_path):
-    T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path / "t5")
-    size = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
-    bert = BertConfig(**size, intermediate_size=8, vocab_size=30)
-    BertForMaskedLM(bert).save_pretrained(tmp_path / "bert")
-    for name, found in (("t5", "T5ForConditionalGeneration"), ("bert", "BertForMaskedLM")):
-        refused(tmp_path / name, f"got {found}, expected a causal language model")
+@pytest.mark.parametrize("kind", ["T5ForConditionalGeneration", "BertForMaskedLM"])
+def test_other_models_than_causal_language_models_are_refused(tmp_path, kind):
+    config = T5Config if kind.startswith("T5") else BertConfig
+    config(architectures=[kind]).save_pretrained(tmp_path)
+    refused(tmp_path, f"got {kind}, expected a causal language model")
 
 
 UP_PROJ = "model.layers.1.mlp.up_proj.weight"
-
-
-def cut_short(checkpoint):
-    weights = checkpoint / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-
-
-def without_tokenizer(checkpoint):
-    for file in checkpoint.glob("tokenizer*"):
-        file.unlink()
-
-
+OWN_TOKENIZER = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
 DAMAGE = [
-    (cut_short, r"copy: transformers cannot load it; save or convert it again \(SafetensorError"),
     (
-        lambda checkpoint: edit_weights(checkpoint, lambda weights: weights.pop(UP_PROJ)),
+        lambda copy: os.truncate(copy / "model.safetensors", 9999),
+        r"copy: transformers cannot load it; save or convert it again \(SafetensorError",
+    ),
+    (
+        lambda copy: edit_weights(copy, lambda weights: weights.pop(UP_PROJ)),
         rf"LlamaForCausalLM with its config\.json \({UP_PROJ} is missing; 1 such in all\)",
     ),
     (
-        lambda checkpoint: edit_config(checkpoint, num_hidden_layers=2),
+        lambda copy: edit_config(copy, num_hidden_layers=2),
         r"\(model\.layers\.2\..* is not used; 9 such in all\); are they of one model",
     ),
     (
-        lambda checkpoint: edit_config(checkpoint, vocab_size=100),
+        lambda copy: edit_config(copy, vocab_size=100),
         r"lm_head\.weight has the shape \[259, 48\], not \[100, 48\]",
     ),
-    (without_tokenizer, r"got no tokenizer that can be loaded, .* copy tokenizer\.json"),
     (
-        lambda checkpoint: edit_json(
-            checkpoint / "tokenizer_config.json",
-            tokenizer_class="Own",
-            auto_map={"AutoTokenizer": ["own.Own", None]},
-        ),
+        lambda copy: [file.unlink() for file in copy.glob("tokenizer*")],
+        r"got no tokenizer that can be loaded, .* copy tokenizer\.json",
+    ),
+    (
+        lambda copy: edit_json(copy / "tokenizer_config.json", **OWN_TOKENIZER),
         "needs the code it carries",
     ),
 ]
@@ -241,11 +213,9 @@ def test_derived_tensors_of_old_checkpoints_are_ignored(checkpoint):
     assert torch.equal(model(ids).logits, plain(ids).logits)
 
 
-def test_a_tokenizer_far_smaller_than_the_embedding_gives_a_warning_and_padding_does_not(
-    tiny_llama_dir,
-):
+def test_a_tokenizer_far_smaller_than_the_embedding_is_warned_of_and_padding_not(tiny_llama_dir):
     loaded = load_model(str(tiny_llama_dir))
-    padded = {259: False, 320: False, 259 + 1024: False, 259 + 1025: True, 49_152: True}
+    padded = {259: False, 259 + 1024: False, 259 + 1025: True, 49_152: True}
     for rows, warned in padded.items():
         loaded.model.set_input_embeddings(nn.Embedding(rows, 2))
         assert (warn_small_tokenizer(loaded) is not None) == warned
@@ -314,9 +284,8 @@ def test_untrusted_code_is_refused_with_the_remedy(half, model_type):
 
 def test_an_error_in_the_code_of_a_model_is_one_line(half):
     (half / "half.py").write_text(f"{OWN_CODE}\ndef rotate(:\n")
-    refused(
-        half, r"or its own code cannot be read \(SyntaxError: .* line 17", trust_remote_code=True
-    )
+    message = r"or its own code cannot be read \(SyntaxError: .* line 17"
+    refused(half, message, trust_remote_code=True)
 
 
 TRAINED, LENGTH = 64, 150
@@ -363,15 +332,12 @@ FORMLESS += ["dynamic:0.5", "linear:inf", "", "a,"]
 
 @pytest.mark.parametrize("text", FORMLESS)
 def test_an_unknown_setting_is_refused_with_the_forms_that_exist(text):
-    with pytest.raises(
-        CocaError, match=r"expected default, linear:FACTOR, dynamic:FACTOR, yarn:FACTOR"
-    ):
+    forms = "expected default, linear:FACTOR, dynamic:FACTOR, yarn:FACTOR"
+    with pytest.raises(CocaError, match=forms):
         parse_ropes(text)
 
 
-@pytest.mark.parametrize(
-    "rope", [Rope("dynamic", 3.0), Rope("linear", 5.0), Rope("yarn", 4.0)], ids=str
-)
+@pytest.mark.parametrize("rope", parse_ropes("dynamic:3,linear:5,yarn:4"), ids=str)
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
 def test_a_setting_equals_transformers_own_rope_of_that_type(directory, rope, constraint):
     original = {"original_max_position_embeddings": TRAINED} if rope.kind == "yarn" else {}
@@ -387,13 +353,6 @@ def test_a_setting_equals_transformers_own_rope_of_that_type(directory, rope, co
     assert model.config.to_dict() == before
 
 
-def test_dynamic_changes_nothing_up_to_the_trained_length(directory):
-    model = load(directory)
-    expected = logits_of(model, tokens(TRAINED))
-    use_rope_(model, Rope("dynamic", 3.0), TRAINED)
-    assert torch.equal(logits_of(model, tokens(TRAINED)), expected)
-
-
 def test_yarn_scales_coca_scores_by_the_square_of_its_factor_as_plain_ones(directory):
     model = load(directory)
     use_rope_(model, Rope("yarn", 4.0), LENGTH)
@@ -404,20 +363,15 @@ def test_yarn_scales_coca_scores_by_the_square_of_its_factor_as_plain_ones(direc
     for _, _, rotary in rotary_modules(model):
         rotary.attention_scaling = 1.0
     once = model(input_ids=ids, output_attentions=True).attentions[0].log()
-    row = slice(0, 9)
-    differences = [(x[0, 0, 8, row] - x[0, 0, 8, 0]).double() for x in (scaled, once)]
-    torch.testing.assert_close(
-        differences[0], differences[1] * (0.1 * math.log(4) + 1) ** 2, rtol=1e-3, atol=1e-4
-    )
+    scaled, once = ((x[0, 0, 8, :9] - x[0, 0, 8, 0]).double() for x in (scaled, once))
+    expected = once * (0.1 * math.log(4) + 1) ** 2
+    torch.testing.assert_close(scaled, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_setting_depends_on_nothing_that_ran_before_it(directory):
     fresh, used = load(directory), load(directory)
-    for rope, total_len in (
-        (Rope("dynamic", 8.0), 190),
-        (Rope("linear", 2.0), 90),
-        (Rope("dynamic", 3.0), LENGTH),
-    ):
+    ropes = Rope("dynamic", 8.0), Rope("linear", 2.0), Rope("dynamic", 3.0)
+    for rope, total_len in zip(ropes, (190, 90, LENGTH), strict=True):
         use_rope_(used, rope, total_len)
         logits_of(used, tokens(total_len))
     use_rope_(fresh, Rope("dynamic", 3.0), LENGTH)
@@ -455,18 +409,19 @@ def test_a_checkpoint_that_is_scaled_already_takes_no_other_setting(directory):
         use_rope_(model, Rope("dynamic", 2.0), LENGTH)
 
 
-def test_a_model_without_rotary_embedding_takes_only_default():
-    model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=50, n_embd=12, n_head=2, n_layer=1, n_positions=32)
-    ).eval()
+def test_a_model_without_rotary_embedding_takes_only_default_and_is_not_told_to_extend_it():
+    config = GPT2Config(vocab_size=50, n_embd=12, n_head=2, n_layer=1, n_positions=32)
+    model = GPT2LMHeadModel(config)
     use_rope_(model, Rope("default"), 20)
     with pytest.raises(CocaError, match="GPT2LMHeadModel, which has no rotary embedding"):
         check_rope(model, Rope("linear", 2.0))
+    warning = "lengths 40 are beyond the 32 tokens of --rope default, as the model was made"
+    assert warn_beyond_trained(model, [Rope("default")], [40]) == warning
 
 
 def test_lengths_beyond_the_trained_one_are_warned_of_under_static_settings(directory):
-    model, default, dynamic = load(directory), Rope("default"), Rope("dynamic", 2.0)
-    linear, yarn = Rope("linear", 2.0), Rope("yarn", 4.0)
+    model = load(directory)
+    default, dynamic, linear, yarn = parse_ropes("default,dynamic:2,linear:2,yarn:4")
     warning = warn_beyond_trained(model, [default, dynamic], [32, 65, 128])
     assert "lengths 65, 128 are beyond the 64 tokens of --rope default" in warning
     assert warn_beyond_trained(model, [default], [32, 64]) is None

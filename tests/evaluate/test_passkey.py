@@ -1,27 +1,17 @@
 import re
 from dataclasses import replace
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
-from transformers import (
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedTokenizerFast
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.passkey import (
-    FILLER,
-    INSTRUCTION,
-    VARIANTS,
-    Case,
-    answers,
-    passkey_rows,
-)
+from coca_hf.evaluate.passkey import FILLER, INSTRUCTION, VARIANTS, Case, answers, passkey_rows
 from coca_hf.evaluate.rows import Batches
 from tests.evaluate.reader import reads
-from tests.evaluate.runs import passkey_case, run_of
+from tests.evaluate.runs import passkey_case, raw_of, run_of
 
 SHORTEST = 227  # bytes of the prompt without any filler
 FILLER_LEN = 90  # and of one more filler, with its line break
@@ -31,14 +21,9 @@ SENTENCES = (
 
 
 def measure(loaded, out, length=320, num_cases=100, new_tokens=None, batch_size=None, **options):
-    """The row of one length."""
     run = run_of(loaded, out, length, batch_size=batch_size)
     (row,) = passkey_rows(run, num_cases, new_tokens, **options)
     return row
-
-
-def cases_in(row, out):
-    return pq.read_table(out / row["raw"]["cases"]).to_pylist()
 
 
 def read_key(prompt):
@@ -49,6 +34,7 @@ def test_the_prompt_is_the_papers_word_for_word(tiny_tokenizer):
     case = passkey_case(tiny_tokenizer, SHORTEST + 4 * FILLER_LEN + 2, 0, 2)
     before = round(case.depth * 4)
     assert 0 < before < 4
+    assert VARIANTS["paper"].new_tokens == 64
     assert tiny_tokenizer.decode(case.token_ids) == (
         "There is an important info hidden inside a lot of irrelevant text. Find it and memorize "
         "them. I will quiz you about the important information there.\n\n"
@@ -61,9 +47,7 @@ def test_the_prompt_is_the_papers_word_for_word(tiny_tokenizer):
 
 def test_depths_are_spread_over_the_whole_prompt(tiny_tokenizer):
     depths = [passkey_case(tiny_tokenizer, 760, 0, number).depth for number in range(120)]
-    shares = [
-        sum(low <= depth < low + 0.25 for depth in depths) / 120 for low in (0.0, 0.25, 0.5, 0.75)
-    ]
+    shares = [sum(low <= 4 * depth < low + 1 for depth in depths) / 120 for low in range(4)]
     assert {0.0, 1.0} < set(depths)
     assert all(0.1 < share < 0.4 for share in shares)
     assert sum(depths) / 120 == pytest.approx(0.5, abs=0.08)
@@ -76,19 +60,10 @@ def test_a_case_depends_on_seed_length_and_number_only(tiny_tokenizer):
     assert len({case.key, *(passkey_case(tiny_tokenizer, *other).key for other in others)}) == 4
 
 
-@pytest.mark.parametrize(
-    ("reply", "new_tokens", "share"),
-    [
-        (lambda prompt: "The passkey is 12345", 64, 0.0),
-        (lambda prompt: "", 64, 0.0),
-        (lambda prompt: "x" * 20 + read_key(prompt), 20, 0.0),
-        (lambda prompt: "x" * 20 + read_key(prompt), 40, 1.0),
-    ],
-)
-def test_only_a_key_within_the_new_tokens_counts(
-    tiny_tokenizer, tmp_path, reply, new_tokens, share
-):
-    row = measure(reads(tiny_tokenizer, reply), tmp_path, num_cases=4, new_tokens=new_tokens)
+@pytest.mark.parametrize(("new_tokens", "share"), [(20, 0.0), (40, 1.0)])
+def test_only_a_key_within_the_new_tokens_counts(tiny_tokenizer, tmp_path, new_tokens, share):
+    late = reads(tiny_tokenizer, lambda prompt: "x" * 20 + read_key(prompt))
+    row = measure(late, tmp_path, num_cases=4, new_tokens=new_tokens)
     assert (row["value"], row["error"]) == (share, None)
 
 
@@ -97,14 +72,13 @@ def test_accuracy_is_the_share_of_correct_cases_and_each_has_a_record(tiny_token
         return read_key(prompt) if int(read_key(prompt)[-1]) % 2 == 0 else "no idea"
 
     row = measure(reads(tiny_tokenizer, even_only), tmp_path, 400, 20, 30, seed=2)
-    records = cases_in(row, tmp_path)
+    records = raw_of(row, tmp_path, "cases")
     assert [record["case"] for record in records] == list(range(20))
     assert all(record["correct"] == (record["key"] % 2 == 0) for record in records)
     assert 0 < row["value"] < 1
     assert row["value"] == sum(record["correct"] for record in records) / 20
     first = passkey_case(tiny_tokenizer, 400, 2, 0)
-    for name in ("key", "depth", "distance"):
-        assert records[0][name] == getattr(first, name)
+    assert all(records[0][name] == getattr(first, name) for name in ("key", "depth", "distance"))
     assert {record["row_id"] for record in records} == {row["row_id"]}
 
 
@@ -113,9 +87,7 @@ def test_a_batch_gives_the_answers_of_single_cases(kind, request):
     loaded = request.getfixturevalue(kind)
     loaded.model.double()
     lengths = (SHORTEST, 700, 325)  # cases that need much padding
-    cases = [
-        passkey_case(loaded.tokenizer, length, 0, number) for number, length in enumerate(lengths)
-    ]
+    cases = [passkey_case(loaded.tokenizer, length, 0, length) for length in lengths]
     together = answers(loaded, cases, 9, Batches(3))
     alone = [answers(loaded, [case], 9, Batches())[0] for case in cases]
     assert together == alone
@@ -125,20 +97,17 @@ def test_a_batch_gives_the_answers_of_single_cases(kind, request):
 def test_decoding_is_greedy_whatever_the_checkpoint_prefers(llama):
     cases = [passkey_case(llama.tokenizer, 320, 0, number) for number in range(2)]
     greedy = answers(llama, cases, 12, Batches())
-    llama.model.generation_config.update(
-        do_sample=True, temperature=9.0, repetition_penalty=5.0, min_new_tokens=3
-    )
+    preferred = {"do_sample": True, "temperature": 9.0, "repetition_penalty": 5.0}
+    llama.model.generation_config.update(**preferred, min_new_tokens=3)
     assert answers(llama, cases, 12, Batches()) == greedy
 
 
 def test_rope_is_fixed_for_the_prompt_and_the_new_tokens(llama, tmp_path):
     list(passkey_rows(run_of(llama, tmp_path, 400, ropes="dynamic:2"), 1, 13))
-    stretch = 2.0 * (400 + 13) / 64 - 1
-    head_dim = llama.model.config.head_dim
+    stretch, head_dim = 2.0 * (400 + 13) / 64 - 1, 8
     base = 10000.0 * stretch ** (head_dim / (head_dim - 2))
-    torch.testing.assert_close(
-        llama.model.model.rotary_emb.inv_freq[1].item(), base ** (-2 / head_dim)
-    )
+    second = llama.model.model.rotary_emb.inv_freq[1].item()
+    assert second == pytest.approx(base ** (-2 / head_dim))
 
 
 def test_a_length_too_short_for_the_prompt_is_refused_with_the_shortest_that_does(llama, tmp_path):
@@ -163,15 +132,14 @@ def bpe_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        words, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet)
-    )
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(words, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 @pytest.mark.parametrize("length", [210, 333, 1009])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_prompts_of_subwords_fill_their_length_and_hold_the_key_at_the_stated_place(
+def test_prompts_of_subwords_fill_their_length_with_the_key_in_its_place(
     variant, length, bpe_tokenizer
 ):
     """Tokens have many sizes, and filler cut inside a word can take more of them than the whole
@@ -194,22 +162,16 @@ def test_prompts_of_subwords_fill_their_length_and_hold_the_key_at_the_stated_pl
 
 def test_cases_take_the_depths_of_a_grid_in_turn(tiny_tokenizer):
     """With 22 fillers of 90 bytes, grid points are at most half a filler off."""
-    cases = [
-        passkey_case(tiny_tokenizer, SHORTEST + 22 * FILLER_LEN + 2, 0, number, depths=5)
-        for number in range(10)
-    ]
-    assert [case.depth for case in cases] == pytest.approx(
-        [0, 0.25, 0.5, 0.75, 1] * 2, abs=0.5 / 22
-    )
+    length, grid = SHORTEST + 22 * FILLER_LEN + 2, [0, 0.25, 0.5, 0.75, 1]
+    cases = [passkey_case(tiny_tokenizer, length, 0, number, depths=5) for number in range(10)]
+    assert [case.depth for case in cases] == pytest.approx(grid * 2, abs=0.5 / 22)
     assert (cases[0].depth, cases[4].depth) == (0.0, 1.0)
     assert len({case.key for case in cases}) == 10
 
 
 @pytest.mark.parametrize("variant", ["yarn", "longlora"])
 @pytest.mark.parametrize("length", [300, 777])
-def test_the_prompts_of_other_scripts_are_theirs_and_never_too_long(
-    variant, length, tiny_tokenizer
-):
+def test_prompts_of_other_scripts_are_theirs_and_never_too_long(variant, length, tiny_tokenizer):
     for number in range(8):
         case = passkey_case(tiny_tokenizer, length, 3, number, variant)
         # Filler is cut by characters, and a byte is a token
@@ -245,20 +207,21 @@ def test_scoring_is_that_of_the_script(variant):
     assert not any(VARIANTS[variant].found(CASE, text, ids) for text, ids in wrong)
 
 
-@pytest.mark.parametrize("variant", ["paper", "yarn", "longlora"])
-def test_a_model_that_copies_the_key_scores_one_under_every_variant(
-    tiny_tokenizer, tmp_path, variant
-):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_model_that_copies_the_key_scores_one_in_every_variant(tiny_tokenizer, tmp_path, variant):
     copier = reads(tiny_tokenizer, lambda prompt: re.search(r"key is( \d+)", prompt).group(1))
     row = measure(copier, tmp_path, 400, 12, variant=variant, depths=3, batch_size=5)
     assert (row["value"], row["variant"], row["depths"]) == (1.0, variant, 3)
     assert (row["length"], row["cases"]) == (400, 12)
+    if variant == "landmark":  # which is scored without generation
+        assert (row["new_tokens"], row["error"]) == (0, None)
+        assert row["nats_per_digit"] < 1e-6
+        cases = raw_of(row, tmp_path, "cases")
+        assert all(case["output"] == f" {case['key']}" for case in cases)
 
 
 @pytest.mark.parametrize(("configured", "trained_on"), [(300, None), (4096, 300)])
-def test_cases_inside_and_beyond_the_trained_length_add_up(
-    tiny_tokenizer, tmp_path, configured, trained_on
-):
+def test_cases_within_and_beyond_training_add_up(tiny_tokenizer, tmp_path, configured, trained_on):
     """A model that sees 300 tokens back: right up to there, wrong beyond. A CoCA training counts
     before the config.
     """
@@ -275,27 +238,13 @@ def test_cases_inside_and_beyond_the_trained_length_add_up(
     assert row["cases_beyond"] > 0 == row["correct_beyond"]
     assert row["cases_inside"] + row["cases_beyond"] == 40
     assert row["value"] == row["correct_inside"] / 40
-    near = [case for case in cases_in(row, tmp_path) if case["distance"] <= 300]
+    near = [case for case in raw_of(row, tmp_path, "cases") if case["distance"] <= 300]
     assert len(near) == row["cases_inside"]
-
-
-def landmark_key(prompt):
-    return " " + re.search(r"The pass key is (\d+)", prompt).group(1)
-
-
-def test_landmark_scores_the_key_without_generation(tiny_tokenizer, tmp_path):
-    loaded = reads(tiny_tokenizer, landmark_key)
-    row = measure(loaded, tmp_path, 400, 5, variant="landmark", batch_size=2)
-    assert (row["value"], row["new_tokens"], row["error"]) == (1.0, 0, None)
-    assert row["nats_per_digit"] < 1e-6
-    cases = [passkey_case(tiny_tokenizer, 400, 0, number, "landmark") for number in range(5)]
-    outputs = [line["output"] for line in cases_in(row, tmp_path)]
-    assert outputs == [f" {case.key}" for case in cases]
 
 
 def test_nats_per_digit_are_those_of_all_cases(coca, tmp_path):
     row = measure(coca, tmp_path, 330, 3, seed=4, variant="landmark")
-    cases = cases_in(row, tmp_path)
+    cases = raw_of(row, tmp_path, "cases")
     assert [case["answer_tokens"] for case in cases] == [6] * 3  # a space and five digits
     assert row["nats_per_digit"] == pytest.approx(sum(case["nll"] for case in cases) / 15)
 

@@ -12,50 +12,35 @@ from tests.hub import serving_data_set
 
 @pytest.fixture
 def hub(preset, tmp_path, monkeypatch):
-    """Two long documents with a short one between them, on the stand-in and in `tmp_path /
-    "books.parquet"`.
-    """
-    texts = [
-        "It was the best of times. " * 5100,
-        "Too short. " * 20,
-        "It was the worst of times. " * 5000,
-    ]
-    parquet.write_table(
-        pyarrow.table({"text": texts, "meta": ["", "", ""]}), tmp_path / "books.parquet"
-    )
+    """A short document between two long ones, there and in `tmp_path / "books.parquet"`."""
+    long = "It was the best of times. " * 5100, "It was the worst of times. " * 5000
+    table = pyarrow.table({"text": [long[0], "Too short. " * 20, long[1]], "meta": ["", "", ""]})
+    parquet.write_table(table, tmp_path / "books.parquet")
     files = {"test-00000-of-00001.parquet": (tmp_path / "books.parquet").read_bytes()}
     with serving_data_set(PRESETS[preset]["data"], files, tmp_path, monkeypatch) as server:
         yield server
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_is_its_data_set_on_the_hub(
-    preset, hub, llama, tiny_llama_dir, tmp_path, coca_eval
-):
-    code, _, stderr = coca_eval(
-        f"perplexity {tiny_llama_dir} --preset {preset} --lengths 64 --batch-size 64 "
-        f"--out {tmp_path} --documents",
-        3 if preset == "pg19" else 2,
-    )
+def test_a_preset_is_a_data_set_on_the_hub(preset, hub, llama, tiny_llama_dir, tmp_path, coca_eval):
+    is_drawn_by_tokens = preset == "pg19"  # the other by bytes
+    documents = 3 if is_drawn_by_tokens else 2
+    command = f"perplexity {tiny_llama_dir} --preset {preset} --lengths 64 --batch-size 64"
+    code, _, stderr = coca_eval(command, f"--out {tmp_path} --documents {documents}")
     assert code == 0, stderr
-    assert ("warning: 2 documents have at least 32,768 tokens, 3 were asked for" in stderr) == (
-        preset == "pg19"
-    )
+    warning = "warning: 2 documents have at least 32,768 tokens, 3 were asked for"
+    assert (warning in stderr) == is_drawn_by_tokens
     (row,) = rows_in(tmp_path)
     assert (row["data_commit"], row["data_revision"], row["subset"]) == ("1" * 40, None, None)
     assert row["document_names"] == [f"{hub.repo}:0", f"{hub.repo}:2"]
-    is_drawn_by_tokens = preset == "pg19"  # the other by bytes
     assert row["skipped_documents"] == ([f"{hub.repo}:1"] if is_drawn_by_tokens else [])
     assert row["left_out_documents"] == (0 if is_drawn_by_tokens else 1)
-    assert (
-        "left out 1 documents of fewer than 32,000 bytes" in " ".join(stderr.split())
-    ) != is_drawn_by_tokens
+    note = "left out 1 documents of fewer than 32,000 bytes"
+    assert (note in " ".join(stderr.split())) != is_drawn_by_tokens
     assert (row["tokens"], row["max_tokens"]) == (2 * 32767, 32768)
     file = str(tmp_path / "books.parquet")
-    assert (
-        row["data_hash"]
-        == draw_sample(llama, file, 64, max_tokens=32768, min_bytes=9999).describe()["data_hash"]
-    )
+    local = draw_sample(llama, file, 64, max_tokens=32768, min_bytes=9999)
+    assert row["data_hash"] == local.describe()["data_hash"]
 
 
 def test_a_subset_at_a_revision_is_read_and_named_in_the_row(
@@ -81,13 +66,9 @@ def test_a_subset_at_a_revision_is_read_and_named_in_the_row(
             code, _, stderr = coca_eval(command, f"--subset {subset} --data-revision {one}")
             assert code == 0, stderr
     english, german = rows_in(out)
-    assert [english[name] for name in ("subset", "data_revision", "data_commit")] == [
-        "en",
-        one,
-        one,
-    ]
+    names = ("subset", "data_revision", "data_commit")
+    assert [english[name] for name in names] == ["en", one, one]
     assert (english["tokens"], german["tokens"]) == (34 * 9 - 1, 28 * 9 - 1)
-    settings = {table.settings.partition(",")[2] for table in read_tables([out])}
-    assert settings == {
-        f" subset {name}, revision {one}, 1 document, stride 512" for name in ("en", "de")
-    }
+    settings = {table.settings.partition(", ")[2] for table in read_tables([out])}
+    rest = f"revision {one}, 1 document, stride 512"
+    assert settings == {f"subset {name}, {rest}" for name in ("en", "de")}

@@ -19,8 +19,7 @@ LOG = r"(.*): (\d+ of \d+ .*?)(?:, about \d+ s left)?\n"
 class Clock:
     """A clock that only tests move."""
 
-    def __init__(self):
-        self.seconds = 1000.0
+    seconds = 1000.0
 
     def __call__(self) -> float:
         return self.seconds
@@ -56,9 +55,7 @@ def test_without_a_terminal_each_row_is_a_line_with_the_time_left_by_length(log)
     ("seconds", "left"),
     [(3, "3 s"), (99, "99 s"), (100, "2 min"), (5400, "90 min"), (7200, "2 h"), (360_000, "100 h")],
 )
-def test_the_time_left_has_a_natural_unit_and_does_not_count_rows_of_an_earlier_run(
-    log, seconds, left
-):
+def test_the_time_left_has_a_natural_unit_and_counts_no_rows_of_an_earlier_run(log, seconds, left):
     clock = Clock()
     with Progress(log, clock) as progress:
         # Without a length, that of the model's training counts
@@ -93,9 +90,8 @@ def test_a_terminal_has_a_bar_for_all_rows_and_one_for_each():
 
 
 def test_a_command_logs_every_row_that_it_makes(tiny_llama_dir, books, tmp_path, coca_eval):
-    arguments = (
-        f"perplexity {tiny_llama_dir} --data {books} --out {tmp_path} --rope default,linear:4"
-    )
+    arguments = f"perplexity {tiny_llama_dir} --data {books} --rope default,linear:4"
+    arguments += f" --out {tmp_path}"
     _, _, stderr = coca_eval(arguments, "--lengths 60")
     assert re.findall(LOG, stderr) == [
         ("perplexity  default  60", "1 of 2 rows"),
@@ -130,6 +126,12 @@ def test_models_in_turns_and_benchmarks_are_counted_as_such(
     ]
 
 
+def table_of(rows, log):
+    log.width = 200
+    log.print(results_table(MEASUREMENTS[rows[0]["task"]], rows))
+    return log.file.getvalue().replace("\N{NO-BREAK SPACE}", " ")
+
+
 def test_the_table_tells_filters_and_models_of_one_name_apart_and_has_no_minus_zero(log):
     row = {"task": "tasks", "rope": "default", "length": None, "model": "m", "benchmark": "sums"}
     row |= {"metric": "match", "error": None, "stderr": None}
@@ -137,13 +139,8 @@ def test_the_table_tells_filters_and_models_of_one_name_apart_and_has_no_minus_z
     rows = [
         row | {"model_path": path, "filter": name, "value": value} for path, name, value in lines
     ]
-    log.width = 200
-    log.print(results_table(MEASUREMENTS[rows[0]["task"]], rows))
-    lines = [
-        [cell.strip() for cell in line.split("│")[1:-1]]
-        for line in log.file.getvalue().splitlines()
-    ]
-    assert [cells for cells in lines if cells] == [
+    lines = [line for line in table_of(rows, log).splitlines() if "│" in line]
+    assert [line.replace("│", " ").split() for line in lines] == [
         ["a/m", "default", "sums", "match", "strict", "0.250"],
         ["a/m", "default", "sums", "match", "flexible", "0.500"],
         ["b/m", "default", "sums", "match", "strict", "0.000"],
@@ -156,8 +153,6 @@ def test_the_table_shows_the_nats_of_scored_answers_and_the_reasons_of_errors(lo
         row | {"length": 512, "value": 0.85, "nats_per_digit": 0.314},
         row | {"length": 1024, "value": None, "error": "the model's logits are NaN"},
     ]
-    log.width = 200
-    log.print(results_table(MEASUREMENTS[rows[0]["task"]], rows))
-    text = log.file.getvalue().replace("\N{NO-BREAK SPACE}", " ")
+    text = table_of(rows, log)
     assert "passkey by context length" in text
     assert "│ 0.85 (0.31) │ the model's logits are NaN │" in text

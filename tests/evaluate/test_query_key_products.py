@@ -112,9 +112,8 @@ def test_a_key_that_is_not_collinear_with_the_query_shows_as_an_angle(coca, monk
     monkeypatch.setitem(attention.FOLDS, "cpu", wrong)
     found = []
     same = torch.arange(9)
-    with visiting_products(
-        coca.model, frequencies(coca.model), lambda layer, of: found.append(of(same, same))
-    ):
+    theta = frequencies(coca.model)
+    with visiting_products(coca.model, theta, lambda layer, of: found.append(of(same, same))):
         coca.model(same[None])
     assert len(found) == 3
     for h, _ in found:
@@ -148,10 +147,9 @@ def test_the_model_is_unchanged_afterwards(llama, coca):
 
 def test_a_rotation_by_other_angles_is_refused_and_the_model_keeps_its_own(llama):
     rotate = modeling_llama.apply_rotary_pos_emb
+    said = "rotates 4 pairs of 8 dimensions, expected 4 pairs by the angles"
     with (
-        pytest.raises(
-            CocaError, match="rotates 4 pairs of 8 dimensions, expected 4 pairs by the angles"
-        ),
+        pytest.raises(CocaError, match=said),
         visiting_products(llama.model, frequencies(llama.model) * 2, lambda layer, h: None),
     ):
         llama.model(torch.arange(9)[None])

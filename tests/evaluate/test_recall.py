@@ -1,7 +1,6 @@
 import copy
 import re
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers import Tokenizer, models
@@ -15,7 +14,7 @@ from coca_hf.evaluate.recall import recall_rows
 from coca_hf.evaluate.rows import Batches
 from coca_hf.tokens import around_text
 from tests.evaluate.reader import reads
-from tests.evaluate.runs import passkey_case, recall_case, run_of
+from tests.evaluate.runs import passkey_case, raw_of, recall_case, run_of
 
 
 def looked_up(prompt):
@@ -55,9 +54,8 @@ def test_a_case_depends_on_seed_length_pairs_and_number_only(tiny_tokenizer):
     case = recall_case(tiny_tokenizer, 300, 7, 3, 8)
     assert recall_case(tiny_tokenizer, 300, 7, 3, 8) == case
     others = [(300, 7, 4, 8), (300, 8, 3, 8), (301, 7, 3, 8), (300, 7, 3, 9)]
-    assert (
-        len({case.answer, *(recall_case(tiny_tokenizer, *other).answer for other in others)}) == 5
-    )
+    answers = {case.answer, *(recall_case(tiny_tokenizer, *other).answer for other in others)}
+    assert len(answers) == 5
 
 
 @pytest.mark.parametrize("variant", [None, *VARIANTS])
@@ -66,17 +64,14 @@ def test_a_prompt_omits_the_tokens_that_end_a_text(tiny_tokenizer, variant):
     ends.backend_tokenizer.post_processor = TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
     )
-
-    def case_of(tokenizer, length):
-        if variant:
-            return passkey_case(tokenizer, length, 7, 3, variant)
-        return recall_case(tokenizer, length, 7, 3, 8)
-
-    case, expected = case_of(ends, 501), case_of(tiny_tokenizer, 501)
-    assert case.token_ids[0] == 1
-    assert tiny_tokenizer.decode(case.token_ids[1:]).endswith(
-        tiny_tokenizer.decode(expected.token_ids[-9:])
+    case, expected = (
+        passkey_case(tokenizer, 501, 7, 3, variant)
+        if variant
+        else recall_case(tokenizer, 501, 7, 3, 8)
+        for tokenizer in (ends, tiny_tokenizer)
     )
+    assert case.token_ids[0] == 1
+    assert case.token_ids[-9:] == expected.token_ids[-9:]
     assert case.answer_ids == tiny_tokenizer(f" {case.answer}")["input_ids"]
 
 
@@ -113,7 +108,7 @@ def test_a_model_that_looks_up_finds_all_and_one_that_guesses_none(tiny_tokenize
 def test_losses_are_those_of_a_loop_over_cases(coca, tmp_path):
     coca.model.double()
     row = measure(coca, tmp_path, num_cases=5, seed=2, batch_size=2)
-    lines = pq.read_table(tmp_path / row["raw"]["cases"]).to_pylist()
+    lines = raw_of(row, tmp_path, "cases")
     for number, line in enumerate(lines):
         case = recall_case(coca.tokenizer, 260, 2, number, 8)
         ids = torch.tensor([case.token_ids + case.answer_ids])
@@ -121,9 +116,8 @@ def test_losses_are_those_of_a_loop_over_cases(coca, tmp_path):
         nll = -logits.gather(1, torch.tensor(case.answer_ids)[:, None]).sum().item()
         assert line["nll"] == pytest.approx(nll, rel=1e-6)
         assert line["output"] == coca.tokenizer.decode(logits.argmax(-1).tolist())
-    assert row["nll"] == pytest.approx(
-        sum(line["nll"] for line in lines) / sum(line["answer_tokens"] for line in lines)
-    )
+    nll, count = (sum(line[name] for line in lines) for name in ("nll", "answer_tokens"))
+    assert row["nll"] == pytest.approx(nll / count)
 
 
 def test_greedy_decoding_gives_what_is_found_without_generation(llama):
@@ -143,9 +137,8 @@ def test_greedy_decoding_gives_what_is_found_without_generation(llama):
 
 
 def test_a_length_without_room_for_the_list_is_refused_with_the_least(coca, tmp_path):
-    with pytest.raises(
-        CocaError, match=r"--lengths: got 60, expected at least \d+ tokens for a list of 4"
-    ) as error:
+    said = r"--lengths: got 60, expected at least \d+ tokens for a list of 4"
+    with pytest.raises(CocaError, match=said) as error:
         measure(coca, tmp_path, length=60, pairs=4)
     least = int(re.search(r"least (\d+)", str(error.value)).group(1))
     assert measure(coca, tmp_path, length=least, pairs=4, num_cases=3)["error"] is None

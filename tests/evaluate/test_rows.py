@@ -28,25 +28,16 @@ def test_a_row_is_found_by_its_settings_in_a_later_run(tmp_path):
         assert store.find(PasskeyRow, settings | {name: value}) == []
 
 
-@pytest.mark.parametrize("kept_bytes", [1, 40, -1])
-def test_a_last_line_that_a_kill_cut_short_is_dropped(tmp_path, kept_bytes):
-    path = tmp_path / "rows.jsonl"
+@pytest.mark.parametrize("kept_bytes", [1, 40, -1, None])
+def test_a_last_line_is_kept_without_its_line_break_but_not_cut_short(tmp_path, kept_bytes):
+    path, second = tmp_path / "rows.jsonl", ROW | {"length": 1024}
     RowStore(tmp_path).append(PasskeyRow, ROW)
-    path.write_bytes(path.read_bytes() + json.dumps(ROW | {"length": 1024}).encode()[:kept_bytes])
-    store = RowStore(tmp_path)
-    assert store.find(PasskeyRow, ROW | {"length": 1024}) == []
+    path.write_bytes(path.read_bytes() + json.dumps(second).encode()[:kept_bytes])
+    store, is_whole = RowStore(tmp_path), kept_bytes is None
+    assert store.find(PasskeyRow, second) == [second] * is_whole
     store.append(PasskeyRow, ROW | {"length": 2048})
-    assert [json.loads(line)["length"] for line in path.read_text().splitlines()] == [512, 2048]
-
-
-def test_a_last_row_without_a_line_break_is_kept(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    row = RowStore(tmp_path).append(PasskeyRow, ROW)
-    path.write_text(path.read_text().rstrip("\n"))
-    store = RowStore(tmp_path)
-    assert store.find(PasskeyRow, ROW) == [row]
-    store.append(PasskeyRow, ROW | {"length": 2048})
-    assert [json.loads(line)["length"] for line in path.read_text().splitlines()] == [512, 2048]
+    lengths = [json.loads(line)["length"] for line in path.read_text().splitlines()]
+    assert lengths == [512, *[1024] * is_whole, 2048]
 
 
 def test_raw_tables_carry_the_rows_id_and_are_read_together(tmp_path):
@@ -96,10 +87,8 @@ def test_a_complete_line_that_is_not_a_row_is_refused_by_number_and_kept(tmp_pat
 
 def test_rows_that_cannot_be_read_are_one_line(tmp_path):
     (tmp_path / "rows.jsonl").mkdir()
-    with pytest.raises(
-        CocaError,
-        match=r"rows\.jsonl: got Is a directory, expected the rows of coca-eval or nothing",
-    ):
+    said = r"rows\.jsonl: got Is a directory, expected the rows of coca-eval or nothing"
+    with pytest.raises(CocaError, match=said):
         RowStore(tmp_path)
 
 

@@ -1,4 +1,6 @@
+import itertools
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -32,32 +34,21 @@ def test_a_drawn_sample_is_the_same_for_the_same_seed_only(llama, many):
 
 
 def test_every_document_is_drawn_about_equally_often(llama, many):
-    names = [
-        name
-        for seed in range(60)
-        for name in draw_sample(llama, many, 10, documents=10, seed=seed).names
-    ]
-    counts = [names.count(f"{number:02}.txt") for number in range(30)]
-    assert min(counts) >= 8
-    assert max(counts) <= 33
+    drawn = (draw_sample(llama, many, 10, documents=10, seed=seed).names for seed in range(60))
+    counts = Counter(itertools.chain(*drawn))
+    assert len(counts) == 30
+    assert 8 <= min(counts.values()) <= max(counts.values()) <= 33
 
 
-def test_documents_are_cut_to_their_first_tokens(llama, many):
-    cut, whole = draw_sample(llama, many, 10, max_tokens=23), draw_sample(llama, many, 10)
-    assert all(
-        torch.equal(short, long[:23])
-        for short, long in zip(cut.token_ids, whole.token_ids, strict=True)
-    )
-    assert cut.describe()["data_hash"] != whole.describe()["data_hash"]
-    assert cut.describe()["text_hash"] == whole.describe()["text_hash"]
-
-
-def test_another_text_of_the_same_name_has_another_hash(llama, many):
-    before = draw_sample(llama, many, 10).describe()
+def test_documents_are_cut_to_their_first_tokens_and_hashed_by_tokens_and_by_text(llama, many):
+    whole, cut = draw_sample(llama, many, 10), draw_sample(llama, many, 10, max_tokens=23)
+    for short, long in zip(cut.token_ids, whole.token_ids, strict=True):
+        assert torch.equal(short, long[:23])
     Path(many, "07.txt").write_text("07 " + "y" * 54)
-    after = draw_sample(llama, many, 10).describe()
-    assert after["document_names"] == before["document_names"]
-    assert after["text_hash"] != before["text_hash"]
+    whole, cut, other = (one.describe() for one in (whole, cut, draw_sample(llama, many, 10)))
+    assert whole["document_names"] == other["document_names"]
+    assert whole["text_hash"] == cut["text_hash"] != other["text_hash"]
+    assert whole["data_hash"] != cut["data_hash"]
 
 
 def test_documents_shorter_than_the_window_are_refused_all_at_once_with_the_remedy(llama, many):
@@ -70,29 +61,16 @@ def test_documents_shorter_than_the_window_are_refused_all_at_once_with_the_reme
     )
 
 
-@pytest.fixture
-def with_empty(many):
-    """Three of the thirty without a text."""
+def test_empty_documents_are_refused_as_too_short_or_skipped_and_named(llama, many):
     for number, text in ((3, ""), (8, " \n"), (29, "\t")):
         (Path(many) / f"{number:02}.txt").write_text(text)
-    return many
-
-
-def test_empty_documents_are_refused_as_too_short(llama, with_empty):
-    first = ", ".join(f"{with_empty}/{name}.txt (0)" for name in ("03", "08", "29"))
-    with pytest.raises(
-        CocaError,
-        match=re.escape(
-            f"3 of 30 documents have fewer than 10 tokens, the longest of --lengths, first: {first};"
-        ),
-    ):
-        draw_sample(llama, with_empty, 10)
-
-
-def test_empty_documents_are_skipped_and_named(llama, with_empty):
-    sample = draw_sample(llama, with_empty, 10, skip_short=True)
-    assert sample.describe()["skipped_documents"] == ["03.txt", "08.txt", "29.txt"]
-    assert sample.describe()["documents"] == 27
+    first = ", ".join(f"{many}/{name}.txt (0)" for name in ("03", "08", "29"))
+    said = f"3 of 30 documents have fewer than 10 tokens, the longest of --lengths, first: {first};"
+    with pytest.raises(CocaError, match=re.escape(said)):
+        draw_sample(llama, many, 10)
+    about = draw_sample(llama, many, 10, skip_short=True).describe()
+    assert about["skipped_documents"] == ["03.txt", "08.txt", "29.txt"]
+    assert about["documents"] == 27
 
 
 def test_with_skip_short_the_draw_is_from_the_long_documents_alone(llama, many):
@@ -102,34 +80,27 @@ def test_with_skip_short_the_draw_is_from_the_long_documents_alone(llama, many):
     for name in short:
         (Path(many) / name).unlink()
     assert draw_sample(llama, many, 65, documents=9, seed=5).names == sample.names
+    few = draw_sample(llama, many, 71, documents=10, skip_short=True)
+    assert few.names == [f"{number:02}.txt" for number in range(21, 30)]
 
 
-def test_a_source_with_few_long_documents_gives_them_all(llama, many):
-    sample = draw_sample(llama, many, 71, documents=10, skip_short=True)
-    assert sample.names == [f"{number:02}.txt" for number in range(21, 30)]
-    assert sample.describe()["skipped_documents"] == [f"{number:02}.txt" for number in range(21)]
-
-
-def test_a_sample_of_short_documents_only_is_refused(llama, many):
-    with pytest.raises(CocaError, match="got no document of at least 200 tokens"):
-        draw_sample(llama, many, 200, skip_short=True)
-
-
-def test_a_cut_shorter_than_the_window_is_refused(llama, many):
-    with pytest.raises(CocaError, match="--max-tokens: got 32, expected at least 33"):
-        draw_sample(llama, many, 33, max_tokens=32)
-
-
-def test_more_documents_than_there_are_is_refused(llama, many):
-    with pytest.raises(CocaError, match="got 30 documents, expected --documents 31"):
-        draw_sample(llama, many, 10, documents=31)
+@pytest.mark.parametrize(
+    ("length", "options", "message"),
+    [
+        (200, {"skip_short": True}, "got no document of at least 200 tokens"),
+        (33, {"max_tokens": 32}, "--max-tokens: got 32, expected at least 33"),
+        (10, {"documents": 31}, "got 30 documents, expected --documents 31"),
+    ],
+)
+def test_what_the_documents_do_not_have_is_refused(llama, many, length, options, message):
+    with pytest.raises(CocaError, match=message):
+        draw_sample(llama, many, length, **options)
 
 
 def test_token_ids_that_the_model_does_not_embed_are_refused(llama, many):
     llama.model.set_input_embeddings(nn.Embedding(60, 48))
-    with pytest.raises(
-        CocaError, match=r"00\.txt: got token id \d+ .* below the model's vocabulary of 60"
-    ):
+    said = r"00\.txt: got token id \d+ .* below the model's vocabulary of 60"
+    with pytest.raises(CocaError, match=said):
         draw_sample(llama, many, 10)
 
 

@@ -1,10 +1,10 @@
 import gc
+import itertools
 import os
 import shutil
 import statistics
 from types import SimpleNamespace
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -14,7 +14,7 @@ from coca_hf.evaluate import speed
 from coca_hf.evaluate.loaded_model import load_model
 from coca_hf.evaluate.speed import MODES, parse_modes, speed_rows
 from tests.conftest import TINY
-from tests.evaluate.runs import run_of
+from tests.evaluate.runs import raw_of, run_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,12 +27,8 @@ def test_every_mode_has_a_row_for_the_model_and_its_baseline(coca, llama, tmp_pa
     before = {name: value.clone() for name, value in coca.model.state_dict().items()}
     run = run_of(coca, tmp_path, 16, 48, batch_size=2)
     rows = list(speed_rows(run, llama, repeats=3, warmup=0))
-    assert [(row["mode"], row["length"], row["model"]) for row in rows] == [
-        (mode, length, model)
-        for mode in MODES
-        for length in (16, 48)
-        for model in ("tiny-llama", "tiny-coca")
-    ]
+    expected = itertools.product(MODES, (16, 48), ("tiny-llama", "tiny-coca"))
+    assert [(row["mode"], row["length"], row["model"]) for row in rows] == [*expected]
     for plain, row in zip(rows[::2], rows[1::2], strict=True):
         assert (row["baseline"], plain["baseline"], plain["ratio"]) == ("tiny-llama", None, None)
         assert row["ratio"] == pytest.approx(row["value"] / plain["value"])
@@ -40,7 +36,7 @@ def test_every_mode_has_a_row_for_the_model_and_its_baseline(coca, llama, tmp_pa
         assert row["seed"] == 0
         assert row["tokens"] == 2 * (1 if row["mode"] == "decode" else row["length"])
         assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["value"])
-        runs = pq.read_table(tmp_path / row["raw"]["runs"]).to_pylist()
+        runs = raw_of(row, tmp_path, "runs")
         assert statistics.median(run["seconds"] for run in runs) == row["value"]
         assert [run["repeat"] for run in runs] == [0, 1, 2]
         weights = sum(parameter.nbytes for parameter in coca.model.parameters())
@@ -90,17 +86,15 @@ def test_memory_that_runs_out_is_a_row_and_the_other_model_goes_on(coca, llama, 
 
 def test_modes_are_read_and_others_refused():
     assert parse_modes("train, decode,train") == ["train", "decode"]
-    with pytest.raises(
-        CocaError, match="--modes: got 'serve', expected some of prefill, decode, train"
-    ):
+    said = "--modes: got 'serve', expected some of prefill, decode, train"
+    with pytest.raises(CocaError, match=said):
         parse_modes("train,serve")
 
 
 def test_a_model_without_a_cache_cannot_decode_and_one_line_says_so(llama, tmp_path):
     llama.model.forward = lambda **inputs: SimpleNamespace(logits=None)
-    with pytest.raises(
-        CocaError, match="--modes decode: got LlamaForCausalLM, which keeps no keys and values"
-    ):
+    said = "--modes decode: got LlamaForCausalLM, which keeps no keys and values"
+    with pytest.raises(CocaError, match=said):
         list(speed_rows(run_of(llama, tmp_path, 16), modes=["decode"], repeats=1, warmup=0))
 
 
@@ -135,7 +129,5 @@ SENSELESS = {
 
 @pytest.mark.parametrize("option", SENSELESS)
 def test_senseless_options_are_one_line(option, tiny_llama_dir, tmp_path, coca_eval):
-    code, _, stderr = coca_eval(
-        f"speed {tiny_llama_dir} --lengths 16 --out {tmp_path / 'out'} {option}"
-    )
+    code, _, stderr = coca_eval(f"speed {tiny_llama_dir} --lengths 16 --out {tmp_path}", option)
     assert (code, stderr) == (2, f"error: {SENSELESS[option]}\n")

@@ -6,11 +6,10 @@ import json
 import math
 import re
 import shutil
-import statistics
 import sys
+from statistics import fmean
 
 import lm_eval
-import pyarrow.parquet as pq
 import pytest
 import torch
 import wonderwords
@@ -24,7 +23,7 @@ from coca_hf.evaluate import tasks
 from coca_hf.evaluate.tasks import DIMENSIONS, WITHOUT_NETWORK, parse_tasks, ruler_tasks, task_rows
 from coca_hf.report.read import read_tables
 from tests.evaluate.conftest import PAIRS
-from tests.evaluate.runs import run_of
+from tests.evaluate.runs import raw_of, run_of
 from tests.evaluate.test_batches import assert_same_rows, run
 from tests.train.test_processes import TWO_PROCESSES
 
@@ -45,7 +44,7 @@ def test_rows_have_the_numbers_of_the_model_itself(coca, task_dir, expected, tmp
     assert likelihood["value"] == pytest.approx(expected["perplexity"], rel=1e-4)
     assert answer["value"] == 1 - 1 / len(PAIRS)
     assert (answer["metric"], answer["scored"]) == ("exact_match", len(PAIRS))
-    scores = [line["score"] for line in samples_of(answer, tmp_path)]
+    scores = [line["score"] for line in raw_of(answer, tmp_path, "samples")]
     assert sum(scores) / len(scores) == answer["value"]
     assert (answer["stderr"], likelihood["stderr"]) == (pytest.approx(mean_stderr(scores)), None)
     assert (answer["length"], answer["dimension"], answer["filter"]) == (None, None, "none")
@@ -63,9 +62,7 @@ def test_a_benchmark_does_not_run_pip(coca, task_dir, tmp_path, monkeypatch):
     assert not asked
 
 
-def test_examples_before_a_question_are_those_of_simple_evaluate(
-    coca, task_dir, tmp_path, monkeypatch
-):
+def test_examples_before_a_question_are_lm_evals(coca, task_dir, tmp_path, monkeypatch):
     """Tasks without a number of their own, with none and with one, each asked for several."""
     monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")
     shared = yaml.safe_load((task_dir / "coca_likelihood.yaml").read_text())
@@ -92,9 +89,7 @@ def test_examples_before_a_question_are_those_of_simple_evaluate(
 
 
 @pytest.mark.parametrize("room", [1, 0])
-def test_a_benchmark_that_does_not_fit_is_tried_smaller_then_says_oom(
-    coca, task_dir, expected, tmp_path, room
-):
+def test_a_benchmark_is_tried_smaller_then_says_oom(coca, task_dir, expected, tmp_path, room):
     """Memory for `room` sequences at a time."""
     tried, forward = [], coca.model.forward
 
@@ -121,39 +116,31 @@ def test_a_benchmark_that_does_not_fit_is_tried_smaller_then_says_oom(
         assert [row["value"] for row in table.rows] == [again["value"]]
 
 
-def sample(number, **metrics):
-    """As lm-eval gives it, of a multiple choice."""
+def samples_by_task(scores, metric, **others):
+    """Samples of a multiple choice as lm-eval gives them. scores: (task, number, score)."""
     answers = {"target": 0, "filtered_resps": [(-1.5, True), (-2.0, False)], "filter": "none"}
-    return {"doc_id": number, **answers, **metrics}
+    found = {task: [] for task, _, _ in scores}
+    for task, number, score in scores:
+        found[task].append({"doc_id": number, metric: score} | answers | others)
+    return found
 
 
-def samples_of(row, out):
-    return pq.read_table(out / row["raw"]["samples"]).to_pylist()
-
-
-def test_every_value_can_be_computed_again_from_what_the_model_said(
-    coca, task_dir, expected, tmp_path
-):
+def test_every_value_can_be_computed_from_what_the_model_said(coca, task_dir, expected, tmp_path):
     """Each kind of request, and each kind of metric: a mean, a function of one, and one of several
     numbers.
     """
     choices = [target for _, target in PAIRS]
     shared = yaml.safe_load((task_dir / "coca_likelihood.yaml").read_text())
-    for name, changes in {
-        "choice": {
-            "output_type": "multiple_choice",
-            "doc_to_choice": choices,
-            "metric_list": [{"metric": "acc_norm"}],
-        },
-        "rolling": {
-            "output_type": "loglikelihood_rolling",
-            "metric_list": [{"metric": "word_perplexity"}],
-        },
-    }.items():
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(shared | {"task": name} | changes))
+    for name, kind, metric in (
+        ("choice", "multiple_choice", "acc_norm"),
+        ("rolling", "loglikelihood_rolling", "word_perplexity"),
+    ):
+        task = {"task": name, "output_type": kind, "metric_list": [{"metric": metric}]}
+        task |= {"doc_to_choice": choices} if name == "choice" else {}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(shared | task))
     rows = measured(coca, NAMES, tmp_path, task_dir)
     rows += measured(coca, ["choice", "rolling"], tmp_path, tmp_path)
-    likelihood, answer, choice, rolling = (samples_of(row, tmp_path) for row in rows)
+    likelihood, answer, choice, rolling = (raw_of(row, tmp_path, "samples") for row in rows)
     assert [line["target"] for line in likelihood] == choices
     assert [line["response"] for line in answer] == expected["answers"]
     normed = [
@@ -165,15 +152,11 @@ def test_every_value_can_be_computed_again_from_what_the_model_said(
         sum(line["loglikelihoods"][0] for line in rolling),
         sum(len(re.split(r"\s", x)) for x in choices),
     ]
+    best = [choices[x.index(max(x))] for x in normed]
     assert [row["value"] for row in rows] == [
-        pytest.approx(
-            math.exp(-statistics.fmean(line["loglikelihoods"][0] for line in likelihood))
-        ),
-        statistics.fmean(line["response"] == line["target"] for line in answer),
-        statistics.fmean(
-            max(x) == x[choices.index(line["target"])]
-            for x, line in zip(normed, choice, strict=True)
-        ),
+        pytest.approx(math.exp(-fmean(line["loglikelihoods"][0] for line in likelihood))),
+        fmean(line["response"] == line["target"] for line in answer),
+        fmean(said == line["target"] for said, line in zip(best, choice, strict=True)),
         pytest.approx(math.exp(-parts[0] / parts[1])),
     ]
     for lines in (likelihood, answer, choice, rolling):
@@ -183,21 +166,14 @@ def test_every_value_can_be_computed_again_from_what_the_model_said(
 
 
 def test_a_group_has_the_samples_of_all_its_tasks():
-    scores = {"a": [1.0, 0.0, 1.0], "b": [0.0]}
-    samples = {
-        task: [sample(number, acc=score) for number, score in enumerate(some)]
-        for task, some in scores.items()
-    }
-    sizes = {task: {"effective": len(some)} for task, some in scores.items()}
+    scores = [("a", 0, 1.0), ("a", 1, 0.0), ("a", 2, 1.0), ("b", 0, 0.0)]
     output = {
         "results": {"group": {"alias": "group", "acc,none": 0.5}},
-        "samples": samples,
-        "n-samples": sizes,
+        "samples": samples_by_task(scores, "acc"),
+        "n-samples": {"a": {"effective": 3}, "b": {"effective": 1}},
     }
     ((result, lines),) = tasks._metrics(output, "group", None)
-    assert [(line["benchmark"], line["case"], line["score"]) for line in lines] == [
-        (task, number, score) for task, some in scores.items() for number, score in enumerate(some)
-    ]
+    assert [(line["benchmark"], line["case"], line["score"]) for line in lines] == scores
     assert (result["value"], result["scored"]) == (0.5, 4)
     assert result["stderr"] == pytest.approx(mean_stderr([1.0, 0.0, 1.0, 0.0]))
 
@@ -212,10 +188,8 @@ def test_a_model_that_gives_nan_has_no_score(coca, task_dir, tmp_path, name):
 
 def test_a_tokenizer_of_another_model_is_refused(coca, task_dir, tmp_path):
     coca.model.resize_token_embeddings(20)
-    with pytest.raises(
-        CocaError,
-        match=r"--tasks coca_answer: got token id \d+ from .* vocabulary of 20; the tokenizer",
-    ):
+    said = r"--tasks coca_answer: got token id \d+ from .* vocabulary of 20; the tokenizer"
+    with pytest.raises(CocaError, match=said):
         measured(coca, ["coca_answer"], tmp_path, task_dir)
     assert not (tmp_path / "rows.jsonl").exists()
 
@@ -226,14 +200,16 @@ def test_the_group_of_the_paper_has_four_dimensions_of_tasks_that_lm_eval_knows(
     assert names == [name for some in DIMENSIONS.values() for name in some]
 
 
-def test_an_unknown_task_is_refused_with_the_nearest():
-    with pytest.raises(
-        CocaError, match=r"--tasks: got 'helaswag', expected opencompass or .* nearest: hellaswag"
-    ):
+def test_unknown_tasks_and_missing_directories_are_refused():
+    said = "--tasks: got 'helaswag', expected opencompass or .* nearest: hellaswag"
+    with pytest.raises(CocaError, match=said):
         parse_tasks("helaswag")
+    said = "--include-path: got '/nowhere', expected a directory of lm-eval tasks"
+    with pytest.raises(CocaError, match=said):
+        parse_tasks("piqa", "/nowhere")
 
 
-def test_without_lm_eval_one_line_says_what_to_install(
+def test_without_lm_eval_a_line_says_what_to_install(
     monkeypatch, tiny_coca_dir, tmp_path, coca_eval
 ):
     # That remembers nothing
@@ -241,16 +217,8 @@ def test_without_lm_eval_one_line_says_what_to_install(
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     code, stdout, stderr = coca_eval(f"tasks {tiny_coca_dir} --tasks piqa --out {tmp_path}")
     assert (code, stdout) == (2, "")
-    assert stderr == (
-        "error: this needs lm_eval, which is not installed: pip install 'coca-hf[lm-eval]'\n"
-    )
-
-
-def test_a_missing_directory_of_tasks_is_refused():
-    with pytest.raises(
-        CocaError, match="--include-path: got '/nowhere', expected a directory of lm-eval tasks"
-    ):
-        parse_tasks("piqa", "/nowhere")
+    said = "this needs lm_eval, which is not installed: pip install 'coca-hf[lm-eval]'"
+    assert stderr == f"error: {said}\n"
 
 
 def test_a_directory_of_tasks_without_their_names_is_refused(tiny_coca_dir, tmp_path, coca_eval):
@@ -260,16 +228,26 @@ def test_a_directory_of_tasks_without_their_names_is_refused(tiny_coca_dir, tmp_
     assert (code, stderr) == (2, f"error: {expected}\n")
 
 
-def test_a_directory_of_tasks_that_lm_eval_cannot_read_is_one_line(tmp_path):
+def test_tasks_that_lm_eval_cannot_read_or_run_are_one_line(coca, task_dir, tmp_path):
     for name in ("a", "7"):
         (tmp_path / f"{name}.yaml").write_text(f"task: {name}\ndataset_path: json\n")
     with pytest.raises(CocaError, match=r"--include-path .*: lm-eval cannot read its tasks: "):
         parse_tasks("a", str(tmp_path))
+    own = tmp_path / "own"
+    own.mkdir()
+    task = yaml.safe_load((task_dir / "coca_likelihood.yaml").read_text()) | {"task": "lost"}
+    task["dataset_kwargs"]["data_files"]["test"] = str(tmp_path / "nowhere.jsonl")
+    (own / "lost.yaml").write_text(yaml.safe_dump(task))
+    with pytest.raises(CocaError, match="--tasks lost: lm-eval cannot run it: ") as error:
+        measured(coca, ["lost"], tmp_path, own, limit=1)
+    assert "\n" not in str(error.value)
+    coca.tokenizer.bos_token = coca.tokenizer.eos_token = None
+    without_eos = r"cannot run it: .*; its tokenizer has no eos_token, which lm-eval needs$"
+    with pytest.raises(CocaError, match=without_eos):
+        measured(coca, NAMES[:1], tmp_path, task_dir)
 
 
-def test_a_tag_is_its_tasks_and_a_group_without_a_metric_is_refused_before_anything_is_run(
-    tmp_path,
-):
+def test_a_tag_is_its_tasks_and_a_group_without_a_metric_is_refused_before_a_run(tmp_path):
     for name in "ba":
         (tmp_path / f"{name}.yaml").write_text(f"task: {name}\ntag: letters\ndataset_path: json\n")
     group = {"group": "both", "task": ["a", "b"]}
@@ -277,9 +255,8 @@ def test_a_tag_is_its_tasks_and_a_group_without_a_metric_is_refused_before_anyth
     mean = {"aggregate_metric_list": [{"metric": "acc"}]}
     (tmp_path / "mean.yaml").write_text(yaml.safe_dump(group | mean | {"group": "mean"}))
     assert parse_tasks("b,letters,mean", str(tmp_path)) == ["b", "a", "mean"]
-    with pytest.raises(
-        CocaError, match=r"got 'both', a group without a metric of its own, .*both\.yaml names them"
-    ):
+    said = r"got 'both', a group without a metric of its own, .*both\.yaml names them"
+    with pytest.raises(CocaError, match=said):
         parse_tasks("both", str(tmp_path))
 
 
@@ -295,54 +272,22 @@ def test_own_tasks_are_measured_again_when_they_change(coca, task_dir, tmp_path)
     assert measured(*arguments)[0]["value"] != first[0]["value"]
 
 
-def test_the_message_names_a_tokenizer_without_eos(coca, task_dir, tmp_path):
-    coca.tokenizer.bos_token = coca.tokenizer.eos_token = None
-    with pytest.raises(
-        CocaError, match=r"cannot run it: .*; its tokenizer has no eos_token, which lm-eval needs$"
-    ):
-        measured(coca, NAMES[:1], tmp_path, task_dir)
-
-
-def test_a_length_too_short_for_ruler_does_not_blame_the_network(coca, few_words, tmp_path):
-    with pytest.raises(CocaError, match=r"--tasks niah_single_1: lm-eval cannot run it: ") as error:
-        measured(coca, ["niah_single_1"], tmp_path, lengths=[200], limit=1)
-    assert "network" not in str(error.value)
-
-
-def test_missing_data_are_one_line(coca, task_dir, tmp_path):
-    task = yaml.safe_load((task_dir / "coca_likelihood.yaml").read_text()) | {"task": "lost"}
-    task["dataset_kwargs"]["data_files"]["test"] = str(tmp_path / "nowhere.jsonl")
-    (tmp_path / "lost.yaml").write_text(yaml.safe_dump(task))
-    with pytest.raises(CocaError, match="--tasks lost: lm-eval cannot run it: ") as error:
-        measured(coca, ["lost"], tmp_path, tmp_path, limit=1)
-    assert "\n" not in str(error.value)
-
-
 def test_ruler_at_a_length_is_the_mean_of_its_tasks_there(coca, tmp_path, monkeypatch):
     """Samples as lm-eval's RULER files make them: -1 at lengths that were not run."""
-    lengths, scores = [], {"niah_single_1": [1.0, 0.0, 1.0, 1.0], "ruler_vt": [0.0, 0.5]}
+    lengths, scores = [], [("niah_single_1", n, score) for n, score in enumerate((1.0, 0.0, 1, 1))]
+    scores += [("ruler_vt", 0, 0.0), ("ruler_vt", 1, 0.5)]
 
     def ran(loaded, settings, include_path, batches):
         lengths.append(settings["length"])
-        return {
-            "samples": {
-                task: [
-                    sample(number, **{str(lengths[-1]): score, "4096": -1})
-                    for number, score in enumerate(some)
-                ]
-                for task, some in scores.items()
-            }
-        }
+        return {"samples": samples_by_task(scores, str(lengths[-1]), **{"4096": -1})}
 
     monkeypatch.setattr(tasks, "_evaluate", ran)
     rows = measured(coca, [], tmp_path, lengths=[8192, 16384])
     assert [(row["length"], row["value"], row["dimension"], row["scored"]) for row in rows] == [
         *((8192, 0.5, "ruler", 6), (16384, 0.5, "ruler", 6))
     ]
-    lines = samples_of(rows[0], tmp_path)
-    assert [(line["benchmark"], line["case"], line["score"]) for line in lines] == [
-        (task, number, score) for task, some in scores.items() for number, score in enumerate(some)
-    ]
+    lines = raw_of(rows[0], tmp_path, "samples")
+    assert [(line["benchmark"], line["case"], line["score"]) for line in lines] == scores
     measured(coca, [], tmp_path, lengths=[8192, 16384])
     assert lengths == [8192, 16384]
 
@@ -372,16 +317,13 @@ def knows_the_needle(model, tokenizer):
     def generate(input_ids, **kwargs):
         prompts.extend(input_ids)
         texts = tokenizer.batch_decode(input_ids, skip_special_tokens=True)
+        keys = [re.search("magic .* for ([^ ]+) mentioned", text)[1] for text in texts]
         values = [
-            re.search(
-                rf"for {re.search('magic .* for ([^ ]+) mentioned', text)[1]} is: ([^ ]+)[.]", text
-            )[1]
-            for text in texts
+            re.search(rf"for {key} is: ([^ ]+)[.]", text)[1]
+            for key, text in zip(keys, texts, strict=True)
         ]
-        answers = [torch.tensor(tokenizer(f" {value}").input_ids) for value in values]
-        return torch.stack(
-            [torch.cat((ids, answer)) for ids, answer in zip(input_ids, answers, strict=True)]
-        )
+        answers = [tokenizer(f" {value}").input_ids for value in values]
+        return torch.cat((input_ids, torch.tensor(answers)), dim=1)
 
     model.generate = generate
     return prompts
@@ -393,7 +335,7 @@ def test_a_real_task_of_ruler_fits_the_length_and_scores_one_for_a_model_that_fi
 ):
     prompts = knows_the_needle(coca.model, coca.tokenizer)
     (row,) = measured(coca, [name], tmp_path, lengths=[1500], limit=3)
-    for line in samples_of(row, tmp_path):
+    for line in raw_of(row, tmp_path, "samples"):
         assert (line["benchmark"], line["score"]) == (name, 1.0)
         assert json.loads(line["target"]) == [line["response"].strip()]
     assert (row["benchmark"], row["length"], row["value"], row["scored"]) == (name, 1500, 1.0, 3)
@@ -401,20 +343,23 @@ def test_a_real_task_of_ruler_fits_the_length_and_scores_one_for_a_model_that_fi
     assert all(800 < len(prompt) <= 1500 - 128 for prompt in prompts)  # in steps of five lines
 
 
-def test_a_ruler_task_that_needs_the_network_names_those_that_do_not(coca, few_words, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "lengths", "message"),
+    [
+        ("ruler_vt", [], "--tasks ruler_vt: got no --ruler, expected the lengths at which to run"),
+        ("niah_single_1", [200], "--tasks niah_single_1: lm-eval cannot run it: "),
+        ("niah_single_2", [1500], r"lm-eval cannot run it: .*without a network, run niah_"),
+    ],
+    ids=["no length", "too short", "needs the network"],
+)
+def test_tasks_of_ruler_that_cannot_run_are_refused(
+    coca, few_words, tmp_path, name, lengths, message
+):
+    """Of those that need the network, with the names of those that do not."""
     assert set(WITHOUT_NETWORK) < set(ruler_tasks())
-    with pytest.raises(
-        CocaError,
-        match=r"--tasks niah_single_2: lm-eval cannot run it: .*without a network, run niah_",
-    ):
-        measured(coca, ["niah_single_2"], tmp_path, lengths=[1500])
-
-
-def test_a_task_of_ruler_without_a_length_is_refused(coca, tmp_path):
-    with pytest.raises(
-        CocaError, match="--tasks ruler_vt: got no --ruler, expected the lengths at which to run"
-    ):
-        measured(coca, ["ruler_vt"], tmp_path)
+    with pytest.raises(CocaError, match=message) as error:
+        measured(coca, [name], tmp_path, lengths=lengths, limit=1)
+    assert ("network" in str(error.value)) == (name == "niah_single_2")
 
 
 # Reads these task files only: every process would take long to read lm-eval's thousands

@@ -21,80 +21,39 @@ from coca_hf.models.reference import coca_scores
 
 MENDED_CACHES = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.18"),
-    reason="transformers' own caches keep their length in reset, and windows that are rolled back fit no mask",
+    reason="transformers' own caches keep their length in reset, and rolled-back windows fit no mask",
 )
-SHAPE = {
-    "vocab_size": 89,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-}
+SHAPE = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "vocab_size": 89}
+SHAPE |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SHAPE |= {"initializer_range": 0.2, "pad_token_id": 0, "eos_token_id": None}
 NEOX = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": ...}  # head_dim 32
 WINDOW = 7  # shorter than any sequence of the tests
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+SIX_OF_EIGHT = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75}
+TIED, HEADS_OF_14 = {"tie_word_embeddings": True}, {"head_dim": 14}
+WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+MULTIPLIERS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.5, "residual_multiplier": 0.7}
+MULTIPLIERS["logits_scaling"] = 1.3
 CASES = {
     "llama": ("llama", {}),
-    "llama3": (
-        "llama",
-        {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "num_key_value_heads": 1},
-    ),
-    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 14}),
-    "mistral": ("mistral", {"head_dim": 14, "sliding_window": None}),
-    "mistral-window": ("mistral", {"head_dim": 14, "sliding_window": WINDOW}),
-    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen2-window": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
-    ),
-    "qwen3": ("qwen3", {"head_dim": 14, "tie_word_embeddings": True}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3, "num_key_value_heads": 1} | TIED),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True} | HEADS_OF_14),
+    "mistral": ("mistral", {"sliding_window": None} | HEADS_OF_14),
+    "mistral-window": ("mistral", {"sliding_window": WINDOW} | HEADS_OF_14),
+    "qwen2": ("qwen2", TIED),
+    "qwen2-window": ("qwen2", WINDOWS | {"max_window_layers": 1}),
+    "qwen3": ("qwen3", HEADS_OF_14 | TIED),
     "qwen3-window": (
         "qwen3",
-        {
-            "head_dim": 14,
-            "attention_bias": True,
-            "use_sliding_window": True,
-            "sliding_window": WINDOW,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
+        HEADS_OF_14 | WINDOWS | {"attention_bias": True, "layer_types": MIXED},
     ),
-    "granite": (
-        "granite",
-        {
-            "embedding_multiplier": 3.0,
-            "attention_multiplier": 0.5,
-            "residual_multiplier": 0.7,
-            "logits_scaling": 1.3,
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "granite": ("granite", MULTIPLIERS | {"attention_bias": True} | TIED),
     # the last layer is not rotated, and kept
     "smollm3": ("smollm3", {"no_rope_layer_interval": 3}),
-    "phi3-window": ("phi3", {"sliding_window": WINDOW, "tie_word_embeddings": True}),
-    # 6 of 8 are rotated
-    "phi3-partial": (
-        "phi3",
-        {
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 500.0,
-                "partial_rotary_factor": 0.75,
-            }
-        },
-    ),
+    "phi3-window": ("phi3", {"sliding_window": WINDOW} | TIED),
+    "phi3-partial": ("phi3", {"rope_parameters": SIX_OF_EIGHT}),
     # 12 of 32 are rotated
     "neox-partial": ("gpt_neox", NEOX | {"rotary_pct": 0.375, "use_parallel_residual": True}),
     "neox-sequential": ("gpt_neox", NEOX | {"rotary_pct": 1.0, "use_parallel_residual": False}),
@@ -159,13 +118,12 @@ def key_rows(stock, layer):
             name: p.data.unflatten(0, (-1, 3, head_dim))[:, 1]
             for name, p in fused.named_parameters()
         }
+    attention = stock.model.layers[layer].self_attn
     if config.model_type == "phi3":
-        heads = stock.model.layers[layer].self_attn.qkv_proj.weight.data.unflatten(
-            0, (-1, head_dim)
-        )
+        heads = attention.qkv_proj.weight.data.unflatten(0, (-1, head_dim))
         queries, groups = config.num_attention_heads, config.num_key_value_heads
         return {"weight": heads[queries : queries + groups]}
-    projection = stock.model.layers[layer].self_attn.k_proj
+    projection = attention.k_proj
     return {name: p.data.unflatten(0, (-1, head_dim)) for name, p in projection.named_parameters()}
 
 
@@ -179,12 +137,8 @@ def carry_t_(stock, coca):
         if layer in coca.config.coca_kept_layers:
             continue
         for name, rows in key_rows(stock, layer).items():
-            t = (
-                getattr(attention.t_proj, name)
-                .data.unflatten(0, (rows.shape[0], -1))
-                .to(rows.dtype)
-            )
-            rows[:, first], rows[:, second] = t, t
+            t = getattr(attention.t_proj, name).data.unflatten(0, (rows.shape[0], -1))
+            rows[:, first] = rows[:, second] = t.to(rows.dtype)
         if stock.config.model_type == "qwen3":
             stock.model.layers[layer].self_attn.k_norm = torch.nn.Identity()
     return stock
@@ -248,14 +202,9 @@ def coca_model(
     """The CoCA model of a stock model, patched (so with the start), and with other t weights than
     the start's.
     """
-    model = coca_hf.patch_(
-        stock_model(case, **changes),
-        constraint,
-        keep_layers=keep_layers,
-        content_pairs=content_pairs,
-        content_layers=content_layers,
-        keep_window=keep_window,
-    )
+    content = {"content_pairs": content_pairs, "content_layers": content_layers}
+    kept = {"keep_layers": keep_layers, "keep_window": keep_window}
+    model = coca_hf.patch_(stock_model(case, **changes), constraint, **kept, **content)
     generator = torch.Generator().manual_seed(4)
     for number, layer in enumerate(model.model.layers):
         if number not in model.config.coca_kept_layers:

@@ -36,22 +36,17 @@ def test_continuous_batching_gives_the_tokens_of_generate(constraint):
     config = GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=-1, pad_token_id=0)
     small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)  # and not all of the memory
     results = model.generate_batch(prompts, config, small, progress_bar=False)
-    got = [
-        result.generated_tokens
-        for result in sorted(results.values(), key=lambda result: result.request_id)
-    ]
     expected = [
-        model.generate(torch.tensor([p]), max_new_tokens=9, do_sample=False)[0, len(p) :]
+        model.generate(torch.tensor([p]), max_new_tokens=9, do_sample=False)[0, len(p) :].tolist()
         for p in prompts
     ]
-    assert sorted(got) == sorted(x.tolist() for x in expected)
+    assert sorted(result.generated_tokens for result in results.values()) == sorted(expected)
 
 
 def test_many_sequences_in_one_row_are_refused_where_the_base_depends_on_the_sequence():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    with pytest.raises(
-        ValueError, match="continuous batching computes many sequences as one row; bake one base in"
-    ):
+    said = "continuous batching computes many sequences as one row; bake one base in"
+    with pytest.raises(ValueError, match=said):
         tiny_model(rope_parameters=rope).generate_batch([[1, 2, 3]])
     config = CocaLlamaConfig(rope_parameters=rope)
     config._attn_implementation = "vllm"  # what vLLM sets before it builds the model
@@ -134,12 +129,9 @@ def test_heads_that_tensor_parallelism_split_are_refused_in_one_line():
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention", "coca"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
-def test_half_precision_on_a_gpu_is_near_the_logits_of_a_cpu_in_float32(
-    constraint, dtype, attention
-):
-    model = tiny_model(
-        constraint, hidden_size=192, initializer_range=0.05, attn_implementation="eager"
-    )
+def test_half_precision_on_a_gpu_is_near_float32_on_a_cpu(constraint, dtype, attention):
+    fields = {"hidden_size": 192, "initializer_range": 0.05, "attn_implementation": "eager"}
+    model = tiny_model(constraint, **fields)
     ids, mask = tokens(2, 40), torch.ones(2, 40, dtype=torch.long)
     mask[1, :6] = 0
     with torch.no_grad():
@@ -153,16 +145,13 @@ def test_half_precision_on_a_gpu_is_near_the_logits_of_a_cpu_in_float32(
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["sdpa", "coca"])
 @pytest.mark.parametrize("mode", [{"do_sample": False}, {"num_beams": 3}], ids=["greedy", "beams"])
-def test_a_model_half_on_a_gpu_and_half_on_the_cpu_generates_the_same_tokens(
-    mode, attention, tmp_path
-):
+def test_a_model_half_on_a_gpu_and_half_on_the_cpu_has_the_same_tokens(mode, attention, tmp_path):
     model, ids = tiny_model().double(), tokens(1, 9)
     expected = model.generate(ids, max_new_tokens=12, **mode)
     model.save_pretrained(tmp_path)
     places = dict.fromkeys(["model.embed_tokens", "model.rotary_emb", "model.layers.0"], 0)
     places |= dict.fromkeys(["model.layers.1", "model.layers.2", "model.norm", "lm_head"], "cpu")
-    split = AutoModelForCausalLM.from_pretrained(
-        tmp_path, device_map=places, attn_implementation=attention
-    )
+    how = {"device_map": places, "attn_implementation": attention}
+    split = AutoModelForCausalLM.from_pretrained(tmp_path, **how)
     got = split.generate(ids.cuda(), max_new_tokens=12, **mode)
     assert torch.equal(got.cpu(), expected)

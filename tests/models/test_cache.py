@@ -40,9 +40,8 @@ def test_forward_and_generate_use_it_unless_another_is_asked_for():
     assert isinstance(model(ids, use_cache=True).past_key_values, CocaCache)
 
     def cache_of(**arguments):
-        return model.generate(
-            ids, max_new_tokens=3, return_dict_in_generate=True, **arguments
-        ).past_key_values
+        arguments |= {"max_new_tokens": 3, "return_dict_in_generate": True}
+        return model.generate(ids, **arguments).past_key_values
 
     assert isinstance(cache_of(), CocaCache)
     assert isinstance(cache_of(cache_implementation="static"), StaticCache)
@@ -50,12 +49,8 @@ def test_forward_and_generate_use_it_unless_another_is_asked_for():
 
 
 # a half-width cache has its angles from layer 0
-KEPT = {
-    "coca_kept_layers": [0],
-    "coca_content_pairs": 2,
-    "coca_content_layers": [2],
-    "coca_log_scale": 0.3,
-}
+KEPT = {"coca_kept_layers": [0], "coca_content_pairs": 2, "coca_content_layers": [2]}
+KEPT["coca_log_scale"] = 0.3
 MODES = [
     {"do_sample": False},
     {"num_beams": 3, "num_return_sequences": 2},
@@ -68,12 +63,13 @@ MODES = [
 ]
 
 
+STRICT = {"constraint": "strict", "coca_log_scale": 0.3}
+
+
 @pytest.mark.parametrize(
     ("attention", "fields"),
-    [
-        *(("sdpa", {}), ("coca", {"constraint": "strict", "coca_log_scale": 0.3}), ("eager", KEPT)),
-    ],
-    ids=["sdpa", "strict-coca", "kept-eager"],
+    [("sdpa", {}), ("coca", STRICT), ("eager", KEPT)],
+    ids=["slack", "strict", "kept"],
 )
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(mode))
 def test_every_way_of_decoding_gives_the_tokens_of_the_standard_cache(attention, fields, mode):
@@ -98,47 +94,36 @@ def test_every_way_of_decoding_gives_the_tokens_of_the_standard_cache(attention,
     assert len(got[0, -20:].unique()) > 3
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"constraint": "strict"},
-        {"coca_kept_layers": [1], "coca_content_pairs": 1},
-        {"coca_content_layers": [1], "coca_content_pairs": 1},
-    ],
-    ids=["slack", "strict", "kept", "content"],
-)
+FIELDS = {
+    "slack": {},
+    "strict": {"constraint": "strict"},
+    "kept": {"coca_kept_layers": [1], "coca_content_pairs": 1},
+    "content": {"coca_content_layers": [1], "coca_content_pairs": 1},
+}
+OPERATIONS = {  # what is done, and the rows that are there afterwards
+    "crop": (lambda cache: cache.crop(-4), [0, 1]),
+    "repeat": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
+    "select": (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
+    "reorder": (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [1, 0]),
+    "reset": (lambda cache: cache.reset(), [0, 1]),
+}
+
+
+@pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
 @pytest.mark.parametrize(
     "operation", ["crop", "repeat", "select", "reorder", pytest.param("reset", marks=MENDED_CACHES)]
 )
-def test_what_is_done_to_the_cache_is_done_to_the_angles_and_to_keys_of_both_widths(
-    operation, fields
-):
+def test_what_is_done_to_the_cache_is_done_to_angles_and_keys_of_both_widths(operation, fields):
     model, ids = tiny_model(**fields).double(), tokens(2, 23)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0  # so that the rows' angles differ
-    logits = []
+    (do, rows), logits = OPERATIONS[operation], []
     for cache in (CocaCache(model.config), DynamicCache(config=model.config)):
         model(ids[:, :16], attention_mask=mask[:, :16], past_key_values=cache)
-        rows = torch.tensor([0, 1])
-        if operation == "crop":
-            cache.crop(-4)
-        elif operation == "repeat":
-            cache.batch_repeat_interleave(2)
-            rows = torch.tensor([0, 0, 1, 1])
-        elif operation == "select":
-            rows = torch.tensor([1])
-            cache.batch_select_indices(rows)
-        elif operation == "reorder":
-            rows = torch.tensor([1, 0])
-            cache.reorder_cache(rows)
-        else:
-            cache.reset()
+        do(cache)
         # after a reset: whether zeros are part of it, transformers' versions differ in
-        past = cache.get_seq_length()
-        logits.append(
-            model(ids[rows, past:], attention_mask=mask[rows], past_key_values=cache).logits
-        )
+        rest = ids[rows, cache.get_seq_length() :]
+        logits.append(model(rest, attention_mask=mask[rows], past_key_values=cache).logits)
     torch.testing.assert_close(*logits, rtol=0, atol=1e-11)
 
 
@@ -150,15 +135,12 @@ def test_new_tokens_are_written_behind_the_others_without_copying_them():
         model(ids[:, :20], past_key_values=cache)
         for i in range(20, 23):
             got.append(model(ids[:, i : i + 1], past_key_values=cache).logits)
-            places.add(
-                tuple(x.data_ptr() for layer in cache.layers for x in (layer.keys, layer.values))
-            )
+            held = [x for layer in cache.layers for x in (layer.keys, layer.values)]
+            places.add(tuple(x.data_ptr() for x in held))
     assert len(places) == 1
     rows, kv_heads, pairs, num_bytes = 2, 2, 4, 8
-    assert (
-        cache.layers[0].keys.untyped_storage().nbytes()
-        == rows * kv_heads * (21 + ROOM) * pairs * num_bytes
-    )
+    expected_bytes = rows * kv_heads * (21 + ROOM) * pairs * num_bytes
+    assert held[0].untyped_storage().nbytes() == expected_bytes
     torch.testing.assert_close(torch.cat(got, dim=1), expected, rtol=0, atol=1e-11)
 
 
@@ -226,9 +208,8 @@ def test_static_cache_decodes_compiled_as_one_graph(kind, fields):
 
 def test_a_static_cache_of_half_width_keys_refuses_windows():
     config = coca_model("mistral-window", "slack").config
-    with pytest.raises(
-        ValueError, match="CocaStaticCache: got a model with sliding windows, expected one without"
-    ):
+    said = "CocaStaticCache: got a model with sliding windows, expected one without"
+    with pytest.raises(ValueError, match=said):
         CocaStaticCache(config, max_cache_len=16)
 
 
@@ -239,24 +220,20 @@ def on_two_devices(model, second):
     return model
 
 
+STATIC = partial(CocaStaticCache, max_cache_len=16)
+
+
 @pytest.mark.parametrize(
     ("case", "make_cache"),
-    [
-        ("llama", CocaCache),
-        ("mistral-window", CocaCache),
-        ("llama", partial(CocaStaticCache, max_cache_len=16)),
-    ],
+    [("llama", CocaCache), ("mistral-window", CocaCache), ("llama", STATIC)],
     ids=["llama", "mistral-window", "static"],
 )
 @pytest.mark.parametrize("backend", ["sdpa", "coca"])
 @torch.no_grad()
 def test_every_device_of_a_model_has_the_angles_of_its_keys(backend, case, make_cache):
     """The device `meta` has no numbers, and refuses those of another device."""
-    model, ids = (
-        on_two_devices(coca_model(case, "slack", attn_implementation=backend), "meta"),
-        tokens(2, 9),
-    )
-    cache = make_cache(model.config)
+    model = on_two_devices(coca_model(case, "slack", attn_implementation=backend), "meta")
+    ids, cache = tokens(2, 9), make_cache(model.config)
     model(ids, past_key_values=cache)
     logits = model(ids[:, :1], position_ids=torch.tensor([[9]]), past_key_values=cache).logits
     assert logits.device.type == "meta"
@@ -278,17 +255,12 @@ def test_an_offloaded_cache_has_every_layer_back_before_it_is_used(monkeypatch):
         if layer in away:
             layer.keys, layer.values = away.pop(layer)
 
-    model, ids = tiny_model(), tokens(1, 9)
-    expected = model.generate(ids, max_new_tokens=6, do_sample=False)
+    model, ids, greedy = tiny_model(), tokens(1, 9), {"max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(ids, **greedy)
     monkeypatch.setattr(DynamicLayer, "offload", offload)
     monkeypatch.setattr(DynamicLayer, "prefetch", prefetch)
-    output = model.generate(
-        ids,
-        max_new_tokens=6,
-        do_sample=False,
-        cache_implementation="offloaded",
-        return_dict_in_generate=True,
-    )
+    options = greedy | {"cache_implementation": "offloaded", "return_dict_in_generate": True}
+    output = model.generate(ids, **options)
     assert torch.equal(output.sequences, expected)
     assert isinstance(output.past_key_values, CocaCache)
     assert len(away) == 2  # all but the one that is used next
@@ -298,15 +270,10 @@ def test_an_offloaded_cache_has_every_layer_back_before_it_is_used(monkeypatch):
 @pytest.mark.parametrize("implementation", ["offloaded", "offloaded_static"])
 def test_an_offloaded_cache_on_a_gpu_gives_the_tokens_of_the_standard_one(implementation):
     model, ids = tiny_model().cuda(), tokens(2, 9).cuda()
-    expected = model.generate(
-        ids, max_new_tokens=20, do_sample=False, past_key_values=DynamicCache(config=model.config)
-    )
+    greedy = {"max_new_tokens": 20, "do_sample": False}
+    cache = DynamicCache(config=model.config)
+    expected = model.generate(ids, **greedy, past_key_values=cache)
     # PyTorch 2.11 crashes where it compiles the streams of a static offloaded cache, LLaMA's too
-    output = model.generate(
-        ids,
-        max_new_tokens=20,
-        do_sample=False,
-        cache_implementation=implementation,
-        disable_compile=True,
-    )
+    options = {"cache_implementation": implementation, "disable_compile": True}
+    output = model.generate(ids, **greedy, **options)
     assert torch.equal(output, expected)

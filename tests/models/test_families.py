@@ -41,7 +41,7 @@ from tests.models.families import (
     ids=["slack-eager", "slack-sdpa", "strict-sdpa"],
 )
 @EVERY_CASE
-def test_logits_are_those_of_the_stock_model_with_contracted_scores(
+def test_logits_are_the_stock_models_with_contracted_scores(
     case, constraint, backend, padding, limit
 ):
     """With content pairs and a log scale."""
@@ -51,10 +51,8 @@ def test_logits_are_those_of_the_stock_model_with_contracted_scores(
     ids = tokens()
     mask = torch.ones_like(ids)
     mask[1, padding] = 0
-    got, expected = (
-        model(ids, attention_mask=mask).logits,
-        reference_logits(stock, constraint, ids, mask, content, 0.3),
-    )
+    got = model(ids, attention_mask=mask).logits
+    expected = reference_logits(stock, constraint, ids, mask, content, 0.3)
     assert expected[mask.bool()].std() > 0.1
     assert (got - expected)[mask.bool()].abs().max() < limit
     other = "strict" if constraint == "slack" else "slack"
@@ -84,11 +82,10 @@ def test_cached_decoding_with_left_padding_gives_the_tokens_of_no_cache(case, co
     short, long = tokens(1, 6), tokens(1, 11, seed=8)
     ids = torch.cat((torch.nn.functional.pad(short, (5, 0)), long))
     mask = (ids != 0).long()
-    cached = model.generate(
-        ids, attention_mask=mask, max_new_tokens=13, return_dict_in_generate=True
-    )
+    options = {"attention_mask": mask, "max_new_tokens": 13}
+    cached = model.generate(ids, **options, return_dict_in_generate=True)
     assert isinstance(cached.past_key_values, CocaCache)
-    plain = model.generate(ids, attention_mask=mask, max_new_tokens=13, use_cache=False)
+    plain = model.generate(ids, **options, use_cache=False)
     assert torch.equal(cached.sequences, plain)
     alone = model.generate(short, max_new_tokens=13, use_cache=False)
     assert torch.equal(cached.sequences[0, 11:], alone[0, 6:])
@@ -129,39 +126,13 @@ def test_an_assistant_goes_on_beyond_its_window(case):
 
 
 @pytest.mark.parametrize("case", ["mistral-window", "qwen2-window", "qwen3-window"])
-def test_a_window_forgets_what_lies_behind_it_in_model_and_cache(case):
-    """Three layers of a window see 3 * (window - 1) tokens back; full layers see all."""
-    model, ids = coca_model(case, "slack").double(), tokens(1, 40)
-    changed = ids.clone()
-    changed[0, 2] = ids[0, 2] % 88 + 1
-    difference = (model(ids).logits - model(changed).logits)[0].abs().amax(-1)
-    assert difference[2 + WINDOW] > 1e-3  # reached through the second layer
-    if case == "mistral-window":
-        assert (difference[2 + 3 * (WINDOW - 1) + 1 :] == 0).all()
-    else:
-        assert difference[-1] > 1e-9
+def test_the_cache_of_a_window_forgets_what_lies_behind_it(case):
+    model = coca_model(case, "slack")
     cache = CocaCache(model.config)
-    model(ids, past_key_values=cache)
+    model(tokens(1, 40), past_key_values=cache)
     kept = [layer.keys.shape[-2] for layer in cache.layers[:3]]
     kinds = {"mistral-window": "sss", "qwen2-window": "fss", "qwen3-window": "sfs"}[case]
     assert kept == [WINDOW - 1 if kind == "s" else 40 for kind in kinds]
-
-
-def test_pairs_that_are_not_rotated_do_not_depend_on_positions():
-    """With nothing but them (the rotated part of the queries is zero), slack too is the same at
-    shifted positions.
-    """
-    model, ids = coca_model("neox-partial", "slack").double(), tokens()
-    for layer in model.model.layers:
-        q_proj = layer.self_attn.q_proj
-        for parameter in q_proj.parameters():
-            heads = parameter.data.unflatten(0, (3, 2, 16))
-            heads[:, :, :6] = 0  # the first 6 pairs are the rotated ones
-    here, there = (
-        model(ids, position_ids=torch.arange(23)[None] + shift).logits for shift in (0, 1000)
-    )
-    assert (here - there).abs().max() < 1e-5
-    assert here.std() > 0.1
 
 
 @pytest.mark.parametrize(
@@ -221,8 +192,8 @@ def test_large_biases_of_queries_are_held_in_float16(backend, constraint):
     model = coca_hf.patch_(model, constraint)
     model.set_attn_implementation(backend)
     got = model(ids, attention_mask=mask).logits[mask.bool()]
-    generated = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, output_logits=True,
-                               return_dict_in_generate=True)  # fmt: skip
+    options = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    generated = model.generate(ids, attention_mask=mask, max_new_tokens=5, **options)
     expected = model.float()(ids, attention_mask=mask).logits[mask.bool()]
     assert (got - expected).norm() < 1e-2 * expected.norm()
     assert all(logits.isfinite().all() for logits in generated.logits)

@@ -27,13 +27,12 @@ def test_logits_loss_and_gradient_of_the_released_code(case, backend, dtype):
     golden = load_file(GOLDEN / f"{case}.safetensors")
     model = CocaLlamaForCausalLM(CocaLlamaConfig(**fields, attn_implementation=backend)).to(dtype)
     kv_heads = model.config.num_key_value_heads
-    weights = {
-        name[2:]: tensor.to(dtype) for name, tensor in golden.items() if name.startswith("w.")
-    }
-    folded = {
-        name: fold_pairs(w, kv_heads) if "t_proj" in name else w for name, w in weights.items()
-    }
-    model.load_state_dict(folded)
+    weights = {}
+    for name, tensor in golden.items():
+        if name.startswith("w."):
+            weight = tensor.to(dtype)
+            weights[name[2:]] = fold_pairs(weight, kv_heads) if "t_proj" in name else weight
+    model.load_state_dict(weights)
 
     output = model(golden["input_ids"], labels=golden["input_ids"])
     output.loss.backward()

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from coca_hf import CocaLlamaConfig, patch_
 from coca_hf.errors import CocaError
 from coca_hf.models.attention import KeptAttention
-from coca_hf.models.cache import CocaCache
 from tests.models.families import (
     EVERY_CASE,
     EVERY_CASE_UNDER_ONE_CONSTRAINT,
@@ -21,6 +20,8 @@ from tests.models.families import (
     stock_model,
     tokens,
 )
+
+LOGITS = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
 
 
 @EVERY_CASE
@@ -37,9 +38,8 @@ def test_a_model_that_keeps_all_layers_is_the_original(case):
     assert expected[mask.bool()].std() > 0.1
     assert (got - expected)[mask.bool()].abs().max() < 1e-6
     prompt = tokens(1, 9)
-    expected, got = (
-        model.generate(prompt, max_new_tokens=20, do_sample=False) for model in (stock, kept)
-    )
+    greedy = {"max_new_tokens": 20, "do_sample": False}
+    expected, got = (model.generate(prompt, **greedy) for model in (stock, kept))
     assert torch.equal(got, expected)
     assert len(got[0, 9:].unique()) > 3
 
@@ -49,10 +49,8 @@ def test_a_mix_is_the_original_and_the_converted_model_layer_by_layer(case, cons
     """Layers 0 and 2 of the original and layer 1 of the model with all layers converted, run by
     hand, one by one.
     """
-    stock, mixed = (
-        stock_model(case).double(),
-        coca_model(case, constraint, keep_layers=[0, 2]).double(),
-    )
+    stock = stock_model(case).double()
+    mixed = coca_model(case, constraint, keep_layers=[0, 2]).double()
     converted = patch_(copy.deepcopy(stock), constraint)
     converted.model.layers[1].load_state_dict(mixed.model.layers[1].state_dict())
     for model in (stock, mixed, converted):
@@ -66,10 +64,8 @@ def test_a_mix_is_the_original_and_the_converted_model_layer_by_layer(case, cons
     kinds = getattr(stock.config, "layer_types", None) or list(masks) * 3
     layers = [base.layers[0], converted.model.layers[1], base.layers[2]]
     for number, (layer, angles) in enumerate(zip(layers, (full, half, full), strict=True)):
-        mask = masks[kinds[number]]
-        states = layer(
-            states, attention_mask=mask, position_ids=positions, position_embeddings=angles
-        )
+        given = {"attention_mask": masks[kinds[number]], "position_ids": positions}
+        states = layer(states, **given, position_embeddings=angles)
     expected = stock.get_output_embeddings()(converted.model.norm(states))
     expected = expected / getattr(stock.config, "logits_scaling", 1.0)
     got = mixed(ids).logits
@@ -78,44 +74,27 @@ def test_a_mix_is_the_original_and_the_converted_model_layer_by_layer(case, cons
     assert (got - converted(ids).logits).abs().max() > 1e-2
 
 
-def test_the_cache_holds_half_width_keys_where_coca_is_and_full_ones_where_not():
-    model, ids = coca_model("llama", keep_layers=[1]), tokens()
-    cache = CocaCache(model.config)
-    model(ids, past_key_values=cache)
-    # the last are the angles
-    assert [layer.keys.shape[-1] for layer in cache.layers] == [4, 8, 4, 4]
-    assert [layer.values.shape[-1] for layer in cache.layers[:3]] == [8, 8, 8]
-
-
 def test_kept_layers_have_the_angles_of_dynamic_ntk_and_of_longer_texts_decode_alike():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     stock, ids = stock_model("llama", rope_parameters=rope).double(), tokens(1, 96)
     model = patch_(copy.deepcopy(stock), keep_layers=[0, 1, 2])
     assert (model(ids).logits - stock(ids).logits).abs().max() < 1e-6  # trained on 64
     mixed = coca_model("llama", keep_layers=[1], rope_parameters=rope).double()
-    out = mixed.generate(
-        ids, max_new_tokens=9, do_sample=False, return_dict_in_generate=True, output_logits=True
-    )
+    out = mixed.generate(ids, max_new_tokens=9, **LOGITS)
     full = mixed(out.sequences, rope_length=105).logits[:, 95:-1]
     assert (torch.stack(out.logits, dim=1) - full).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("case", "constraint"),
-    [
-        *(("qwen3-window", "strict"), ("granite", "slack")),
-        *(("smollm3", "slack"), ("neox-partial", "strict")),
-    ],
-)
+FRESH = {"qwen3-window": "strict", "granite": "slack", "smollm3": "slack", "neox-partial": "strict"}
+
+
+@pytest.mark.parametrize(("case", "constraint"), FRESH.items())
 def test_fresh_models_with_layers_of_both_kinds_train_record_and_compile(case, constraint):
     """From a configuration alone: every parameter gets a gradient, and the whole is one graph."""
     torch.compiler.reset()
-    config = coca_model(case, constraint, keep_layers=[1]).config
+    config, ids = coca_model(case, constraint, keep_layers=[1]).config, tokens()
     torch.manual_seed(3)
-    model, ids = (
-        AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval(),
-        tokens(),
-    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     output = model(ids, labels=ids, output_attentions=True, output_hidden_states=True)
     output.loss.backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
@@ -124,30 +103,49 @@ def test_fresh_models_with_layers_of_both_kinds_train_record_and_compile(case, c
         torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:3]))
     model.set_attn_implementation("sdpa")
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    torch.testing.assert_close(
-        compiled(ids, use_cache=False).logits, output.logits, atol=1e-4, rtol=1e-4
-    )
+    logits = compiled(ids, use_cache=False).logits
+    torch.testing.assert_close(logits, output.logits, atol=1e-4, rtol=1e-4)
 
 
 def test_adapters_lie_on_the_keys_of_kept_layers_and_on_the_coefficients_of_the_others():
     targets = ["q_proj", "k_proj", "t_proj", "v_proj"]
     model, ids = coca_model("qwen3", keep_layers=[1]), tokens()
-    adapted = get_peft_model(
-        model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
-    )
-    adapters = [
-        name.split(".")[4:7:2] for name, _ in adapted.named_parameters() if "lora_A" in name
-    ]
-    keys = {layer: name for layer, name in adapters if name in ("k_proj", "t_proj")}
+    lora = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    adapted = get_peft_model(model, lora)
+    names = [name.split(".") for name, _ in adapted.named_parameters() if "lora_A" in name]
+    keys = {name[4]: name[6] for name in names if name[6] in ("k_proj", "t_proj")}
     assert keys == {"0": "t_proj", "1": "k_proj", "2": "t_proj"}
     expected = adapted(ids).logits
     assert (adapted.merge_and_unload()(ids).logits - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("kept", [[3], [-1], [1, 1], [1.0], ["1"], None, "all", 1])
-def test_kept_layers_that_are_no_numbers_of_different_layers_are_refused(kept):
-    with pytest.raises(Exception, match="coca_kept_layers"):
-        CocaLlamaConfig(num_hidden_layers=3, coca_kept_layers=kept)
+KEPT = [[3], [-1], [1, 1], [1.0], ["1"], None, "all", 1]
+WITHOUT_TOKENS = {"coca_kept_layers": [1], "coca_kept_window": 0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        *(({"coca_kept_layers": kept}, "coca_kept_layers") for kept in KEPT),
+        *((fields, "coca_kept_window") for fields in (WITHOUT_TOKENS, {"coca_kept_window": 9})),
+    ],
+)
+def test_kept_layers_and_windows_that_there_cannot_be_are_refused(fields, name):
+    with pytest.raises(Exception, match=name):
+        CocaLlamaConfig(num_hidden_layers=3, **fields)
+
+
+@pytest.mark.parametrize(
+    ("case", "window", "layers", "message"),
+    [
+        ("llama", 5, [], "patch_: keep_window: got 5 without kept layers"),
+        ("llama", 0, [1], "patch_: keep_window: got 0, expected at least"),
+        ("qwen3-window", 5, [1], "the model has windows of its own"),
+    ],
+)
+def test_a_window_that_no_layer_could_have_is_refused(case, window, layers, message):
+    with pytest.raises(CocaError, match=message):
+        patch_(stock_model(case), keep_window=window, keep_layers=layers)
 
 
 @pytest.mark.parametrize("case", ["llama", "mistral", "qwen3", "granite", "neox-partial"])
@@ -172,9 +170,7 @@ def test_a_window_hides_what_is_further_away_from_kept_layers_and_from_no_others
 
 
 @pytest.mark.parametrize("case", ["llama", "mistral", "qwen3", "smollm3", "phi3-partial"])
-def test_decoding_with_a_window_over_kept_layers_is_the_full_forward_and_caches_no_more(
-    case, tmp_path
-):
+def test_decoding_with_a_window_over_kept_layers_is_exact_and_caches_no_more(case, tmp_path):
     model = coca_model(case, keep_layers=[1], keep_window=5)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -183,13 +179,15 @@ def test_decoding_with_a_window_over_kept_layers_is_the_full_forward_and_caches_
     assert "layer_types" not in saved
     assert saved.get("sliding_window") is None
     prompt = tokens(1, 9)
-    out = loaded.generate(
-        prompt, max_new_tokens=12, do_sample=False, return_dict_in_generate=True, output_logits=True
-    )
+    out = loaded.generate(prompt, max_new_tokens=12, **LOGITS)
     full = model(out.sequences).logits[:, 8:-1]
     assert (torch.stack(out.logits, dim=1) - full).abs().max() < 1e-4
-    lengths = [layer.keys.shape[-2] for layer in out.past_key_values.layers[:3]]
-    assert lengths == [20, 4, 20]
+    layers = out.past_key_values.layers
+    assert [layer.keys.shape[-2] for layer in layers[:3]] == [20, 4, 20]
+    head_dim, kept = model.config.head_dim, model.config.coca_kept_layers
+    widths = [head_dim if number in kept else head_dim // 2 for number in range(3)]
+    assert [layer.keys.shape[-1] for layer in layers] == [*widths, head_dim // 2]  # of the angles
+    assert [layer.values.shape[-1] for layer in layers[:3]] == [head_dim] * 3
 
 
 def test_layers_without_rotary_embedding_need_no_window():
@@ -199,39 +197,8 @@ def test_layers_without_rotary_embedding_need_no_window():
     assert model.config.layer_types == ["full_attention", "sliding_attention", "full_attention"]
 
 
-@pytest.mark.parametrize(
-    ("case", "options", "message"),
-    [
-        ("llama", {"keep_window": 5}, "patch_: keep_window: got 5 without kept layers"),
-        (
-            "llama",
-            {"keep_window": 0, "keep_layers": [1]},
-            "patch_: keep_window: got 0, expected at least",
-        ),
-        (
-            "qwen3-window",
-            {"keep_window": 5, "keep_layers": [1]},
-            "the model has windows of its own",
-        ),
-    ],
-)
-def test_a_window_that_cannot_be_is_refused(case, options, message):
-    with pytest.raises(CocaError, match=message):
-        patch_(stock_model(case), **options)
-
-
-@pytest.mark.parametrize(
-    "fields", [{"coca_kept_layers": [1], "coca_kept_window": 0}, {"coca_kept_window": 9}]
-)
-def test_a_configuration_with_a_window_for_no_tokens_or_no_layers_is_refused(fields):
-    with pytest.raises(Exception, match="coca_kept_window"):
-        CocaLlamaConfig(num_hidden_layers=3, **fields)
-
-
 @pytest.mark.parametrize("case", ["llama", "mistral", "phi3-partial"])
-def test_another_window_over_kept_layers_is_an_argument_or_an_edit_and_none_is_full_attention(
-    case, tmp_path
-):
+def test_another_window_is_an_argument_or_an_edit_and_none_is_full_attention(case, tmp_path):
     coca_model(case, keep_layers=[1], keep_window=5).save_pretrained(tmp_path)
     ids, config = tokens(), json.loads((tmp_path / "config.json").read_text())
     for window in (9, None):

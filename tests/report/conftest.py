@@ -25,11 +25,8 @@ def report_html(tmp_path_factory):
 @pytest.fixture(scope="session")
 def chromium():
     """The browser, which `.ci/run` installs."""
-    path = (
-        shutil.which("chromium")
-        or shutil.which("chromium-browser")
-        or shutil.which("google-chrome")
-    )
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
     if not path:
         pytest.skip("needs Chromium: apt-get install chromium")
     from playwright.sync_api import sync_playwright
@@ -43,14 +40,12 @@ def chromium():
 @pytest.fixture
 def open_page(chromium):
     """Open a file at a width in a colour scheme, and record its console output and requests."""
-    contexts = []
+    pages = []
 
     def open_(path, width=1280, scheme="light"):
-        context = chromium.new_context(
-            viewport={"width": width, "height": 844}, color_scheme=scheme
-        )
-        contexts.append(context)
-        page = context.new_page()
+        viewport = {"width": width, "height": 844}
+        page = chromium.new_page(viewport=viewport, color_scheme=scheme)
+        pages.append(page)
         page.said, page.requests = [], []
         page.on("console", lambda message: page.said.append(message.text))
         page.on("pageerror", lambda error: page.said.append(str(error)))
@@ -59,5 +54,5 @@ def open_page(chromium):
         return page
 
     yield open_
-    for context in contexts:
-        context.close()
+    for page in pages:
+        page.close()

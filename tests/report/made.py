@@ -8,46 +8,34 @@ import random
 import pyarrow
 import pyarrow.parquet
 
-BOOKS = {
-    "data": "books",
-    "column": "text",
-    "split": "test",
-    "max_tokens": 32768,
-    "seed": 0,
-    "skipped_documents": [],
+BOOKS = {"data": "books", "column": "text", "split": "test", "max_tokens": 32768, "seed": 0}
+BOOKS["skipped_documents"] = []
+MACHINE = {
+    "device": "cpu (x86_64, 2 threads)",
+    "versions": {"torch": "2.13.0", "python": "3.11.7"},
+    "date": "2026-01-02T03:04:05+00:00",
+    "seconds": 61.5,
 }
 
 
 def row(model="llama", rope="default", length=512, value=7.25, task="perplexity", **changes):
     """A row of any task; its model is CoCA if its name says so."""
-    shared = {
-        "model": model,
-        "model_path": f"/models/{model}",
-        "model_type": "coca_llama" if "coca" in model.lower() else "llama",
-        "rope": rope,
-        "length": length,
-        "value": value,
-        "task": task,
-        "error": None,
-        "trained_length": 2048,
-        "trained_seq_len": None,
-        "coca_constraint": "slack" if "coca" in model.lower() else None,
-        "tokens_seen": 123_904 if "coca" in model.lower() else None,
-        "dtype": "float32",
-        "device": "cpu (x86_64, 2 threads)",
-        "versions": {"torch": "2.13.0", "python": "3.11.7"},
-        "command": f"coca-eval {task} {model}",
-        "date": "2026-01-02T03:04:05+00:00",
-        "seconds": 61.5,
-        "raw": {},
-    }
+    shared = {"task": task, "model": model, "rope": rope, "length": length, "value": value}
+    shared |= {"error": None, "raw": {}, "command": f"coca-eval {task} {model}", **MACHINE}
+    shared |= {"model_path": f"/models/{model}", "model_type": "llama", "dtype": "float32"}
+    shared |= {"trained_length": 2048, "trained_seq_len": None}
+    shared |= {"coca_constraint": None, "tokens_seen": None}
+    if "coca" in model.lower():
+        shared |= {"model_type": "coca_llama", "coca_constraint": "slack", "tokens_seen": 123_904}
     emma, share = {**BOOKS, "document_names": ["emma.txt"]}, value or 0
     books = {**BOOKS, "document_names": ["emma.txt", "persuasion.txt"], "max_tokens": None}
     strides = {"variant": "sliding", "stride": 256, "asked_stride": 256}
     variant = {"variant": "paper", "depths": None, "new_tokens": 64}
     shares = {"share_a": 0.0, "share_b": 1 - share, "share_c": 0.0, "share_d": value}
     shares |= {"share_d_weighted": value, "share_undefined": 0.0, "share_abnormal": share / 2}
-    memory = {"peak_bytes": 2**30, "memory_kind": "process"}
+    shares["share_absolute"] = 0.0
+    speed = {"peak_bytes": 2**30, "memory_kind": "process", "baseline": None, "ratio": None}
+    speed["tokens_per_second"] = length and value and length / value
     metric = {"benchmark": "arc_easy", "metric": "acc", "filter": "none", "stderr": 0.012}
     of_task = {
         "perplexity": {**books, **strides, "tokens": 98_301},
@@ -56,21 +44,10 @@ def row(model="llama", rope="default", length=512, value=7.25, task="perplexity"
         "copying": {"stride": None, "cases": 16, "seed": 0, "tokens": 2032, "nll_first": 10.8},
         "recall": {"stride": None, "cases": 20, "pairs": 8, "seed": 0, "tokens": 5000, "nll": 0.25},
         "layers": {**emma, "baseline": "llama", "cases": 6, "order": [1, 0], "tokens": 4608},
-        "attention-maps": {
-            **emma,
-            **{"max_tokens": 256, "baseline": "llama", "sink": 0.4, "baseline_sink": 0.5},
-        },
-        "boundary": {
-            **emma,
-            **shares,
-            **{"pairs_per_document": 1000, "mean_abs_angle": 3 * share, "share_absolute": 0.0},
-        },
-        "speed": {
-            **memory,
-            **{"mode": "prefill", "batch_size": 1, "measured_on": "cpu, batch 1"},
-            **{"tokens_per_second": length and value and length / value},
-            **{"baseline": None, "ratio": None},
-        },
+        "attention-maps": emma
+        | {"max_tokens": 256, "baseline": "llama", "sink": 0.4, "baseline_sink": 0.5},
+        "boundary": {**emma, **shares, "pairs_per_document": 1000, "mean_abs_angle": 3 * share},
+        "speed": {"mode": "prefill", "batch_size": 1, "measured_on": "cpu, batch 1", **speed},
         "tasks": {**metric, "shots": 0, "limit": None, "dimension": "reasoning", "cases": 500},
     }
     return shared | of_task[task] | changes
@@ -94,10 +71,9 @@ def with_raw(directory, name, row, lines):
     return row | {"raw": row["raw"] | {name: file}}
 
 
-def full_run(
-    directory, models=("LLaMA-7B", "+ CoCA, trained"), lengths=(512, 1024, 2048, 4096, 8192)
-):
+def full_run(directory):
     """Rows of every task for every model at every length, out of memory and overflow among them."""
+    models, lengths = ("LLaMA-7B", "+ CoCA, trained"), (512, 1024, 2048, 4096, 8192)
     rng, rows = random.Random(0), []
 
     def add(name, made, lines):
@@ -137,15 +113,11 @@ def full_run(
             line = {"layer": layer, "head": head, "pair": 0, "angle_counts": counts}
             angles.append(line | {"tau_counts": [sum(counts[18:]) // 24] * 24})
         made = row(model, length=2048, value=0.5 * (not coca), task="boundary", **trained)
-        decay = [
-            {
-                "layer": n,
-                "distance": s,
-                "bound_rope": 90 / (s + 1) ** 0.3,
-                "bound_coca": 50 / (s + 1),
-            }
-            for n, s in itertools.product(range(3), (0, 1, 4, 16, 64, 256, 1024))
+        places = itertools.product(range(3), (0, 1, 4, 16, 64, 256, 1024))
+        bounds = [
+            {"bound_rope": 90 / (s + 1) ** 0.3, "bound_coca": 50 / (s + 1)} for s in range(1025)
         ]
+        decay = [{"layer": n, "distance": s, **bounds[s]} for n, s in places]
         add("decay", with_raw(directory, "angles", made, angles), decay)
         for mode, length in itertools.product(("prefill", "train"), lengths):
             about = {"task": "speed", "mode": mode, **trained}

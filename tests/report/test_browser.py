@@ -131,13 +131,10 @@ def check_figures(page, html):
         assert svg.evaluate(OUTSIDE) == [], name
 
 
-def test_a_figure_has_words_for_readers_who_cannot_see_it_and_ids_are_not_shared(
-    open_page, report_html
-):
+def test_a_figure_has_words_for_those_who_cannot_see_it_and_shares_no_ids(open_page, report_html):
     page = open_page(report_html)
-    labels = page.evaluate(
-        "[...document.querySelectorAll('figure > svg')].map(e => e.getAttribute('aria-label'))"
-    )
+    figures = page.query_selector_all("figure > svg")
+    labels = [figure.get_attribute("aria-label") for figure in figures]
     assert len(labels) > 10
     assert all(len(label) > 30 for label in labels)
     assert any("LLaMA-7B: 8.00 at 512, none at 8192." in label for label in labels)
@@ -162,14 +159,12 @@ EDGES = {
     "twelve models": [
         row(f"model {n}", length=length, value=7.0 + n) for n in range(12) for length in (512, 1024)
     ],
-    "names as hostile as names can be": [
-        row("</svg><script>alert(1)</script>&\"'", value=8.0),
-        row("$x_1$ \\frac{"),
-    ],
+    "hostile names": [row("</svg><script>alert(1)</script>&\"'"), row("$x_1$ \\frac{")],
     "a name without end": [row("a" * 300, value=8.0), row("b" * 300, value=9.0)],
     "values near and far": [
-        row(length=length, value=value)
-        for length, value in ((512, 1.0), (1024, 1e300), (4096, 1.0001))
+        row(value=1.0),
+        row(length=1024, value=1e300),
+        row(length=4096, value=1.0001),
     ],
 }
 
@@ -184,9 +179,8 @@ def test_rows_at_the_edge_make_a_page_that_holds(open_page, tmp_path, edge):
     assert figure.query_selector("svg").bounding_box()["height"] > 100
     names = dict.fromkeys(row["model"] for row in EDGES[edge])
     assert len(page.query_selector_all(".legend li")) == (len(names) if len(names) > 1 else 0)
-    assert [
-        page.inner_text(f"#perplexity tbody tr:nth-child({n}) th") for n in range(1, len(names) + 1)
-    ] == [*names]
+    heads = page.query_selector_all("#perplexity tbody tr th")
+    assert [head.inner_text() for head in heads] == [*names]
 
 
 def test_nothing_in_the_file_could_be_fetched(report_html):
