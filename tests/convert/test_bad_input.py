@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from coca_hf import convert_checkpoint
-from tests.convert.checkpoints import (
-    edit_config,
-    edit_weights,
-    index,
-    record_of,
-    refuses,
-)
+from tests.convert.checkpoints import edit_config, edit_weights, index, record_of, refuses
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 K0, Q1 = "model.layers.0.self_attn.k_proj.weight", "model.layers.1.self_attn.q_proj.weight"

@@ -137,9 +137,7 @@ def test_a_field_that_is_not_understood_can_be_ignored_and_the_message_names_the
     assert not hasattr(patch_(model, ignore_fields=["seq_len"]).config, "seq_len")
 
 
-def test_hooks_and_offloaded_weights_are_refused_and_the_model_does_not_change(
-    tiny_llama_dir,
-):
+def test_hooks_and_offloaded_weights_are_refused_and_the_model_does_not_change(tiny_llama_dir):
     ids = torch.arange(20)[None]
     for where, hook in {
         "the model": lambda m: m.register_forward_hook(lambda *_: None),

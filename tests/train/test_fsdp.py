@@ -17,22 +17,8 @@ from coca_hf.train import stages
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
-from tests.train.layouts import (
-    FSDP2,
-    Interrupted,
-    Run,
-    interrupt_in_step,
-    launch,
-    succeed,
-)
-from tests.train.results import (
-    assert_same_weights,
-    changed,
-    logged,
-    record,
-    timeless,
-    weights,
-)
+from tests.train.layouts import FSDP2, Interrupted, Run, interrupt_in_step, launch, succeed
+from tests.train.results import assert_same_weights, changed, logged, record, timeless, weights
 from tests.train.test_memory import assert_as_trained, bytes_of
 
 pytestmark = pytest.mark.real

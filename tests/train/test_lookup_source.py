@@ -6,11 +6,7 @@ import yaml
 from torch.nn.functional import cross_entropy, kl_div
 
 from coca_hf.train.model import load_model
-from coca_hf.train.objectives import (
-    answer_loss,
-    answer_weights,
-    distillation_loss,
-)
+from coca_hf.train.objectives import answer_loss, answer_weights, distillation_loss
 from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import run_recipe
 from tests.train.corpora import make_corpus

@@ -7,11 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_hf.train import objectives
 from coca_hf.train.model import load_model, load_teacher
-from coca_hf.train.objectives import (
-    Objective,
-    chunk_cross_entropy_,
-    distillation_loss,
-)
+from coca_hf.train.objectives import Objective, chunk_cross_entropy_, distillation_loss
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from tests.conftest import TINY
