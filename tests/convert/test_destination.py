@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -33,14 +34,16 @@ def old(tmp_path):
     return tmp_path / "dst"
 
 
+def link_to_theirs(dst):
+    write(dst.parent / "elsewhere" / "a.txt", "theirs")
+    dst.symlink_to("elsewhere")
+
+
 APPEARS = {
     "a checkpoint": lambda dst: write(dst / "config.json", "theirs"),
     "a directory": lambda dst: write(dst / "letters" / "a.txt", "theirs"),
     "a file": lambda dst: write(dst, "theirs"),
-    "a link": lambda dst: [
-        write(dst.parent / "elsewhere" / "a.txt", "theirs"),
-        dst.symlink_to("elsewhere"),
-    ],
+    "a link": link_to_theirs,
 }
 
 
@@ -122,27 +125,27 @@ def link_elsewhere(dst):
     dst.symlink_to("other")
 
 
-PLACES = {
-    "an empty directory": (lambda dst: dst.mkdir(), False, "exists and is left as it is"),
-    "a file": (lambda dst: dst.touch(), True, "--overwrite only replaces checkpoints"),
-    "a directory of letters": (
-        lambda dst: write(dst / "letters.txt", "mine"),
-        *(True, "--overwrite only replaces checkpoints, directories with a config.json"),
+PLACES = {  # with --overwrite, except for the first
+    "exists and is left as it is": lambda dst: dst.mkdir(),
+    "--overwrite only replaces checkpoints": lambda dst: dst.touch(),
+    "--overwrite only replaces checkpoints, directories with a config.json": (
+        lambda dst: write(dst / "letters.txt", "mine")
     ),
-    "a link": (lambda dst: dst.symlink_to("source"), True, "is the source itself"),
-    "a link elsewhere": (link_elsewhere, True, "dst: is a link to other; name the directory itse"),
-    "a dangling link": (lambda dst: dst.symlink_to("none"), True, "dst: is a link to none"),
+    "is the source itself": lambda dst: dst.symlink_to("source"),
+    "dst: is a link to other; name the directory itse": link_elsewhere,
+    "dst: is a link to none": lambda dst: dst.symlink_to("none"),
 }
 
 
-@pytest.mark.parametrize(("make", "overwrite", "message"), PLACES.values(), ids=PLACES.keys())
+@pytest.mark.parametrize("message", PLACES)
 def test_a_destination_that_cannot_be_replaced_is_refused_before_the_source_is_opened(
-    tiny_llama_dir, tmp_path, monkeypatch, make, overwrite, message
+    tiny_llama_dir, tmp_path, monkeypatch, message
 ):
     (tmp_path / "source").symlink_to(tiny_llama_dir)
-    make(tmp_path / "dst")
+    PLACES[message](tmp_path / "dst")
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.setattr("coca_hf.convert.conversion.open_source", None)
+    overwrite = "is left as it is" not in message
     refuses(message, tmp_path / "source", tmp_path / "dst", overwrite=overwrite)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -191,41 +194,30 @@ def link_directory(path, victim):
     path.symlink_to(victim)
 
 
-def link_shard(kind):
-    def link(path, victim):
-        shard = sorted(path.glob("model*.safetensors"))[0]
-        link_file(kind)(shard, victim)
-        # damaged, so it is written again in the same place
-        with (victim / "a.txt").open("ab") as file:
-            file.write(b"mine")
-
-    return link
+def link_shard(kind, path, victim):
+    link_file(kind, sorted(path.glob("model*.safetensors"))[0], victim)
+    # damaged, so it is written again in the same place
+    with (victim / "a.txt").open("ab") as file:
+        file.write(b"mine")
 
 
-def link_file(kind):
-    def link(path, victim):
-        (victim / "a.txt").write_bytes(path.read_bytes() if path.exists() else b"mine")
-        path.unlink(missing_ok=True)
-        kind(victim / "a.txt", path)
-
-    return link
+def link_file(kind, path, victim):
+    (victim / "a.txt").write_bytes(path.read_bytes() if path.exists() else b"mine")
+    path.unlink(missing_ok=True)
+    kind(victim / "a.txt", path)
 
 
-LINKS = {
-    "checkpoint": ("checkpoint", link_directory),
-    "calibrated": ("calibrated", link_directory),
-    "shard": ("checkpoint", link_shard(os.symlink)),
-    "shard with another name": ("checkpoint", link_shard(os.link)),
-    "manifest": ("manifest.jsonl", link_file(os.symlink)),
-    "manifest with another name": ("manifest.jsonl", link_file(os.link)),
-    "lock": ("lock", link_file(os.symlink)),
-    "lock with another name": ("lock", link_file(os.link)),
-    "pipe": ("manifest.jsonl", lambda path, victim: [path.unlink(), os.mkfifo(path)]),
-}
+LINKS = [
+    *((name, link_directory) for name in ("checkpoint", "calibrated")),
+    *(("checkpoint", partial(link_shard, kind)) for kind in (os.symlink, os.link)),
+    *(("manifest.jsonl", partial(link_file, kind)) for kind in (os.symlink, os.link)),
+    *(("lock", partial(link_file, kind)) for kind in (os.symlink, os.link)),
+    ("manifest.jsonl", lambda path, victim: [path.unlink(), os.mkfifo(path)]),
+]
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize(("name", "prepare"), LINKS.values(), ids=LINKS.keys())
+@pytest.mark.parametrize(("name", "prepare"), LINKS)
 def test_a_staging_directory_with_a_link_in_it_is_refused_and_what_it_leads_to_kept(
     tiny_llama_dir, tmp_path, interrupted, name, prepare
 ):
@@ -282,24 +274,15 @@ def test_a_source_in_the_staging_directory_of_its_destination_is_refused(
     assert files_of(interrupted) == before
 
 
-@pytest.mark.parametrize("directory", [".git", "runs"])
-def test_overwrite_deletes_no_directory_that_is_no_part_of_a_checkpoint(
-    directory, tiny_llama_dir, old
-):
-    (old / directory).mkdir()
-    message = f"--overwrite would delete {directory}, which is no part of a checkpoint"
+@pytest.mark.parametrize("name", [".git", "runs", "additional_chat_templates/notes.txt"])
+def test_overwrite_deletes_nothing_that_is_no_part_of_a_checkpoint(name, tiny_llama_dir, old):
+    write(old / name, "mine") if name.endswith(".txt") else (old / name).mkdir()
+    before = files_of(old)
+    message = f"--overwrite would delete {name}, which is no part of a checkpoint"
     refuses(message, tiny_llama_dir, old, overwrite=True)
-    assert (old / directory).is_dir()
-    (old / directory).rmdir()
+    assert files_of(old) == before
+    (old / name).unlink() if name.endswith(".txt") else (old / name).rmdir()
     convert_checkpoint(tiny_llama_dir, old, overwrite=True)
-
-
-def test_overwrite_deletes_no_other_file_beside_chat_templates(tiny_llama_dir, old):
-    notes = old / "additional_chat_templates" / "notes.txt"
-    write(notes, "mine")
-    message = "--overwrite would delete additional_chat_templates/notes.txt, which is no part of a"
-    refuses(message, tiny_llama_dir, old, overwrite=True)
-    assert notes.read_text() == "mine"
 
 
 def test_overwrite_deletes_no_text_that_it_is_calibrated_on(tiny_llama_dir, old, text):

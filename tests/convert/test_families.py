@@ -213,13 +213,12 @@ def test_it_loads_and_saves_without_coca_hf_if_its_own_code_is_allowed_also_as_a
         assert torch.equal(model.generate(ids, max_new_tokens=9), generated)
         if directory.name == "alibi":
             continue
+        embeddings = model.get_input_embeddings().weight
         for auto in (AutoModelForSequenceClassification, AutoModelForTokenClassification):
             classifier = auto.from_pretrained(f"{directory}-{auto.__name__}").eval()
             logits = torch.load(f"{directory}-{auto.__name__}/logits.pt")
             assert torch.equal(classifier(ids).logits, logits)
-            assert torch.equal(
-                classifier.get_input_embeddings().weight, model.get_input_embeddings().weight
-            )
+            assert torch.equal(classifier.get_input_embeddings().weight, embeddings)
 
 
 @pytest.mark.parametrize("case", ["neox", "neox-dynamic"])
@@ -238,24 +237,16 @@ def test_released_gpt_neox_is_folded_and_gives_its_logits_loss_and_gradient(tmp_
     # (h, halves, j, hidden)
     q, t, v = golden["grad.layers.0.query_key_value"].unflatten(0, (3, 3, 2, 8)).unbind(1)
     attention = model.model.layers[0].self_attn
-    for projection, released in (
-        ("q", q.flatten(0, 2)),
-        ("t", t.sum(1).flatten(0, 1)),
-        ("v", v.flatten(0, 2)),
-    ):
+    expected = {"q": q.flatten(0, 2), "t": t.sum(1).flatten(0, 1), "v": v.flatten(0, 2)}
+    for projection, released in expected.items():
         gradient = getattr(attention, f"{projection}_proj").weight.grad
         assert released.abs().max() > 1e-3
         assert (gradient - released).abs().max() < 1e-5
 
 
 # the released 350M model's config.json has these, too
-RELEASED = {
-    "architectures": ["GPTNeoXForCausalLM"],
-    "initializer_range": 0.02,
-    "torch_dtype": "float16",
-    "transformers_version": "4.26.1",
-    "use_cache": True,
-}
+RELEASED = {"architectures": ["GPTNeoXForCausalLM"], "initializer_range": 0.02, "use_cache": True}
+RELEASED |= {"torch_dtype": "float16", "transformers_version": "4.26.1"}
 
 
 def write_golden(directory, case, **fields):
@@ -285,51 +276,49 @@ def partial_rope(factor):
     return {"rope_parameters": rope}
 
 
+UNSUPPORTED = {
+    "mistral": {
+        "got model_type 'mixtral', supported: 'llama', 'mistral', 'qwen2', 'qw": (
+            {"model_type": "mixtral"}
+        ),
+        "got a CoCA checkpoint already": {"model_type": "coca_mistral"},
+        "is not understood for 'mistral'": {"layer_types": ["full_attention"] * 3},
+    },
+    "llama": {
+        "'olmo2' is refused: its attention reads hidden states that no norm has bounded": (
+            {"model_type": "olmo2"}
+        ),
+        "supported: a window of mistral, qwen2, qwen3": {"sliding_window": 7},
+    },
+    "phi3-window": {
+        "resid_pdrop=0.1 .*: dropout of attention alone": {"resid_pdrop": 0.1},
+        "mlp_bias=True .*: projections without biases": {"mlp_bias": True},
+    },
+    "qwen2": {
+        "use_mrope=True is not .*: one position to a token": {"use_mrope": True},
+        "'chunked_attention' is not supported with CoCA; suppor": (
+            {"layer_types": ["chunked_attention"] * 3}
+        ),
+    },
+    "qwen3": {
+        "num_experts=4 is not understood for 'qwen3'": {"num_experts": 4},
+        "factor 0.43 is not supported with CoCA for 'qwen3'; supported: 1, or less of gpt_neox": (
+            partial_rope(0.43)
+        ),
+    },
+    "neox-partial": {
+        "is not .*; supported: plain float.*; load it deq": {"quantization_config": {"bits": 4}},
+        r"head_dim 32 \* partial_rotary_factor 0.3 is 9, expected an even n": partial_rope(0.3),
+    },
+}
+
+
 @pytest.mark.parametrize(
-    ("case", "fields", "message"),
-    [
-        (
-            "mistral",
-            {"model_type": "mixtral"},
-            "got model_type 'mixtral', supported: 'llama', 'mistral', 'qwen2', 'qw",
-        ),
-        ("mistral", {"model_type": "coca_mistral"}, "got a CoCA checkpoint already"),
-        (
-            "llama",
-            {"model_type": "olmo2"},
-            "'olmo2' is refused: its attention reads hidden states that no norm has bounded",
-        ),
-        ("phi3-window", {"resid_pdrop": 0.1}, "resid_pdrop=0.1 .*: dropout of attention alone"),
-        ("phi3-window", {"mlp_bias": True}, "mlp_bias=True .*: projections without biases"),
-        ("mistral", {"layer_types": ["full_attention"] * 3}, "is not understood for 'mistral'"),
-        ("llama", {"sliding_window": 7}, "supported: a window of mistral, qwen2, qwen3"),
-        ("qwen2", {"use_mrope": True}, "use_mrope=True is not .*: one position to a token"),
-        (
-            "qwen2",
-            {"layer_types": ["chunked_attention"] * 3},
-            "'chunked_attention' is not supported with CoCA; suppor",
-        ),
-        ("qwen3", {"num_experts": 4}, "num_experts=4 is not understood for 'qwen3'"),
-        (
-            "qwen3",
-            partial_rope(0.43),
-            "factor 0.43 is not supported with CoCA for 'qwen3'; supported: 1, or less of gpt_neox",
-        ),
-        (
-            "neox-partial",
-            {"quantization_config": {"bits": 4}},
-            "is not .*; supported: plain float.*; load it deq",
-        ),
-        (
-            "neox-partial",
-            partial_rope(0.3),
-            r"head_dim 32 \* partial_rotary_factor 0.3 is 9, expected an even number",
-        ),
-    ],
+    ("case", "message"), [(case, message) for case in UNSUPPORTED for message in UNSUPPORTED[case]]
 )
-def test_what_coca_does_not_support_is_refused_by_name(tmp_path, converted, case, fields, message):
+def test_what_coca_does_not_support_is_refused_by_name(tmp_path, converted, case, message):
     source = shutil.copytree(converted(case)[0], tmp_path / "src")
-    edit_config(source, **fields)
+    edit_config(source, **UNSUPPORTED[case][message])
     refuses(message, source, tmp_path / "dst")
     assert not (tmp_path / "dst").exists()
 
@@ -352,12 +341,8 @@ def test_a_missing_tensor_is_named(tmp_path, converted, case, name):
 def test_phi3_as_microsoft_writes_it_has_the_logits_of_the_reference(tmp_path):
     """Microsoft's code, older fields, and a partial longrope; 12 of 23 tokens are trained."""
     rope = {"type": "longrope", "short_factor": [1.0, 1.2, 1.5], "long_factor": [2.0, 3.0, 5.0]}
-    fields = {
-        "rope_scaling": rope,
-        "rope_theta": 500.0,
-        "partial_rotary_factor": 0.75,
-        "original_max_position_embeddings": 12,
-    }
+    fields = {"rope_scaling": rope, "rope_theta": 500.0, "partial_rotary_factor": 0.75}
+    fields["original_max_position_embeddings"] = 12
     stock = stock_model("phi3-partial", rope_parameters=..., **fields)
     stock.save_pretrained(tmp_path / "src")
     fields |= {"attention_bias": False, "auto_map": {"AutoConfig": "phi3.Phi3Config"}}

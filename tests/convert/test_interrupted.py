@@ -124,9 +124,8 @@ def test_a_killed_conversion_continues_from_its_finished_shards(source, expected
 def test_one_of_two_concurrent_conversions_wins_and_the_other_says_so(source, expected, tmp_path):
     dst = tmp_path / "dst"
     for _ in range(4):
-        result = PROCESSES.Queue()
-        arguments = source, dst, result
-        processes = [PROCESSES.Process(target=convert_reporting, args=arguments) for _ in "12"]
+        target, result = convert_reporting, PROCESSES.Queue()
+        processes = [PROCESSES.Process(target=target, args=(source, dst, result)) for _ in "12"]
         for process in processes:
             process.start()
         answers = sorted(result.get(timeout=30) for _ in processes)
@@ -267,13 +266,9 @@ def test_source_that_shrinks_while_it_is_read_is_an_error_that_keeps_what_is_fin
 ):
     copy, dst = shutil.copytree(source, tmp_path / "copy"), tmp_path / "dst"
     shard = sorted(copy.glob("*.safetensors"))[-1]
-    refuses(
-        f"{shard.name} became shorter while it was read; what is finished is kept",
-        copy,
-        dst,
-        **SHARDS,
-        progress=stop_after(1_000_000, lambda: os.truncate(shard, 100)),
-    )
+    message = f"{shard.name} became shorter while it was read; what is finished is kept"
+    shrink = stop_after(1_000_000, lambda: os.truncate(shard, 100))
+    refuses(message, copy, dst, **SHARDS, progress=shrink)
     assert not dst.exists()
     assert staged(dst)
 
@@ -291,22 +286,23 @@ def test_a_file_size_limit_is_one_line_and_the_rerun_continues(source, expected,
     continues(source, tmp_path / "dst", expected)
 
 
-def fill(disk):
-    if not (disk / "filler").exists():
-        (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - 100_000))
-
-
 def test_a_full_disk_is_one_line_and_keeps_the_old_checkpoint_and_the_rerun_continues(
     source, expected, small_disk
 ):
     dst = small_disk / "dst"
     dst.mkdir()
     (dst / "config.json").write_text("{}")
+    filler = small_disk / "filler"
+
+    def fill():
+        if not filler.exists():
+            filler.write_bytes(bytes(shutil.disk_usage(small_disk).free - 100_000))
+
     message = "disk full while writing; free some space; what is finished is kept"
-    progress = stop_after(2_000_000, lambda: fill(small_disk))
+    progress = stop_after(2_000_000, fill)
     refuses(message, source, dst, **SHARDS, overwrite=True, progress=progress)
     assert (dst / "config.json").read_text() == "{}"
-    (small_disk / "filler").unlink()
+    filler.unlink()
     assert len(staged(dst)) >= 3
     continues(source, dst, expected, overwrite=True)
 

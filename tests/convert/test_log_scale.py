@@ -54,9 +54,7 @@ def test_the_factor_grows_with_the_logarithm_of_the_tokens_from_64_on():
 
 
 def test_an_original_may_get_one_with_its_conversion(tiny_llama_dir, tmp_path):
-    record = convert_checkpoint(tiny_llama_dir, tmp_path / "dst", log_scale=0.1)
-    assert record["log_scale"] == 0.1
-    assert "log_scale" not in convert_checkpoint(tiny_llama_dir, tmp_path / "plain")
+    assert convert_checkpoint(tiny_llama_dir, tmp_path / "dst", log_scale=0.1)["log_scale"] == 0.1
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.5, math.nan])
@@ -73,11 +71,9 @@ def test_layers_cannot_change_in_the_same_command(tiny_llama_dir, tmp_path):
     refuses(message, tmp_path / "coca", tmp_path / "dst", log_scale=0.1, keep_layers=[1])
 
 
-def test_calibration_with_one_is_refused(tiny_llama_dir, tmp_path):
+def test_calibration_with_one_is_refused(tiny_llama_dir, calibrating, tmp_path):
     """Its fit has no factor, and its positions are not numbers of keys."""
-    (tmp_path / "text.txt").write_text("Now is the winter of our discontent. " * 300)
-    options = {"calibrate_on": str(tmp_path / "text.txt"), "calibrate_tokens": 256}
-    options |= {"calibrate_block": 32, "calibrate_passes": 1, "log_scale": 0.1}
+    options = {**calibrating, "log_scale": 0.1}
     refuses("--calibrate: got log scale 0.1", tiny_llama_dir, tmp_path / "dst", **options)
 
 

@@ -15,10 +15,9 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_hf import convert_checkpoint
-from coca_hf.train.trainer import StageTrainer
-from tests.train.layouts import FSDP2, Host, Run, launch, succeed
-from tests.train.results import log_lines
-from tests.train.test_kills import STAGES, final_losses, slow_steps
+from tests.train.layouts import FSDP2, Host, Run, before_each_step, launch, succeed
+from tests.train.results import STAGES, log_lines
+from tests.train.test_kills import final_losses, slow_steps
 
 pytestmark = pytest.mark.real
 SILENCE = 8  # seconds: training.ddp_timeout
@@ -116,14 +115,12 @@ def disks(tiny_tokenizer, tmp_path):
 
 def note_reads(directory):
     """Bytes that each process has had read from a disk until its first step."""
-    plain = StageTrainer.training_step
 
-    def step(*arguments):
+    def note(trainer):
         counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
         (directory / f"rank-{os.environ['RANK']}").write_text(counts["read_bytes"])
-        return plain(*arguments)
 
-    StageTrainer.training_step = step
+    before_each_step(note)
 
 
 def test_each_host_reads_weights_from_its_disk_once_at_most(disks, real_recipe, hosts, tmp_path):

@@ -25,37 +25,29 @@ def arguments(real_recipe, tmp_path):
     return [real_recipe, setting, *STAGE, "--out", tmp_path / "out"]
 
 
-def slowly(seconds: float = 0.1):
-    """Encode one document at a time."""
-    plain = tokens.Encoder.__call__
-    tokens.PIECE_CHARACTERS = 700
-    processes.FAREWELL_SECONDS = 2.0  # for one that was killed and cannot be told
+def slowed(owner, name, seconds):
+    plain = getattr(owner, name)
 
-    def encode(*arguments):
+    def slow(*arguments):
         time.sleep(seconds)
         return plain(*arguments)
 
-    tokens.Encoder.__call__ = encode
+    setattr(owner, name, slow)
+
+
+def slowly():
+    """Encode one document at a time."""
+    tokens.PIECE_CHARACTERS = 700
+    processes.FAREWELL_SECONDS = 2.0  # for one that was killed and cannot be told
+    slowed(tokens.Encoder, "__call__", 0.1)
 
 
 def start_slowly():
-    plain = Corpus._first_state
-
-    def first_state(self):
-        time.sleep(10)
-        return plain(self)
-
-    Corpus._first_state = first_state
+    slowed(Corpus, "_first_state", 10)
 
 
 def read_slowly():
-    plain = data.file_hash
-
-    def file_hash(*arguments):
-        time.sleep(5)  # there are two files
-        return plain(*arguments)
-
-    data.file_hash = file_hash
+    slowed(data, "file_hash", 5)  # there are two files
 
 
 def with_disks_of_their_own():
@@ -70,7 +62,7 @@ def wait_until_it_prepares(launched, directory: Path) -> None:
     time.sleep(1)
 
 
-@pytest.mark.parametrize("hook", [start_slowly, read_slowly], ids=["blocks", "hashes"])
+@pytest.mark.parametrize("hook", [start_slowly, read_slowly])
 def test_a_preparation_may_take_longer_than_collectives_may(
     arguments, real_unbroken, tmp_path, hook
 ):
