@@ -85,9 +85,7 @@ def test_a_calibration_is_on_the_merged_model(tiny_llama_dir, adapter, calibrati
     assert_converts_as_merged(tiny_llama_dir, adapter, tmp_path, **calibrating)
 
 
-def test_record_and_card_name_the_adapter_and_its_hash_follows_weights_and_factor(
-    tiny_llama_dir, adapter, tmp_path
-):
+def test_record_and_card_name_the_adapter_and_a_hash_of_it(tiny_llama_dir, adapter, tmp_path):
     records = []
     for number, (weight, alpha) in enumerate([(1.0, 7), (2.0, 7), (1.0, 8), (1.0, 7)]):
         changed = shutil.copytree(adapter, tmp_path / str(number) / "mine")
@@ -103,9 +101,7 @@ def test_record_and_card_name_the_adapter_and_its_hash_follows_weights_and_facto
     assert "- adapter: mine, merged\n" in card
 
 
-def test_a_conversion_without_the_adapter_does_not_continue_one_with_it(
-    tiny_llama_dir, adapter, tmp_path
-):
+def test_a_conversion_without_it_does_not_continue_one_with_it(tiny_llama_dir, adapter, tmp_path):
     def interrupt(done, total):
         if done > total / 2:
             raise KeyboardInterrupt

@@ -140,9 +140,7 @@ NAMES = {
 
 @pytest.mark.parametrize("place", ["source", "destination", "adapter"])
 @pytest.mark.parametrize("message", NAMES)
-def test_path_that_cannot_be_used_is_refused_before_anything_is_read(
-    source, tmp_path, refusal, place, message
-):
+def test_path_that_cannot_be_used_is_refused_at_once(source, tmp_path, refusal, place, message):
     name = NAMES[message]
     (tmp_path / "circle").symlink_to("circle")
     if name.startswith("bad") and place == "source":
@@ -154,9 +152,7 @@ def test_path_that_cannot_be_used_is_refused_before_anything_is_read(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_destination_whose_staging_directory_has_too_long_a_name_is_refused(
-    source, tmp_path, refusal
-):
+def test_destination_with_too_long_a_name_for_its_staging_is_refused(source, tmp_path, refusal):
     printed = refusal(source, tmp_path / ("y" * 250))
     assert "y.incomplete: cannot be used (File name too long)" in printed
 
@@ -167,9 +163,7 @@ def test_names_that_rich_would_take_for_markup_are_printed_as_they_are(source, t
     assert f"{tmp_path}/o[/b]c[/red]:smile:: slack, float32" in printed
 
 
-def test_a_tokenizer_that_cannot_be_edited_is_named_before_weights_are_written(
-    source, tmp_path, refusal, monkeypatch
-):
+def test_a_bad_tokenizer_is_named_before_the_work(source, tmp_path, refusal, monkeypatch):
     (source / "tokenizer_config.json").write_text("{oops")
     monkeypatch.setattr("coca_hf.convert.conversion.WeightsWriter", None)
     printed = refusal(source, tmp_path / "dst", "--ntk-length", "128")
@@ -211,9 +205,7 @@ def test_a_field_that_is_not_understood_can_be_left_out_and_is_recorded(
 @pytest.mark.parametrize(
     "field", ["hidden_size", "quantization_config", "model_type", "hiden_size"]
 )
-def test_a_field_that_changes_the_model_or_is_not_there_cannot_be_left_out(
-    source, tmp_path, refusal, field
-):
+def test_a_field_of_the_model_or_of_nothing_cannot_be_left_out(source, tmp_path, refusal, field):
     edit_config(source, quantization_config={"bits": 4})
     printed = refusal(source, tmp_path / "dst", "--ignore-field", field)
     inert_one = "got a field that changes the model, expected an inert one"

@@ -48,9 +48,7 @@ def padded():
 
 
 @EVERY_CLASSIFIER
-def test_a_classifier_with_all_layers_kept_has_the_logits_of_transformers_beside_padding(
-    tmp_path, family, head
-):
+def test_with_all_layers_kept_it_has_transformers_logits_beside_padding(tmp_path, family, head):
     stock = stock_classifier(family, head)
     stock.save_pretrained(tmp_path / "src")
     convert_checkpoint(tmp_path / "src", tmp_path / "dst", keep_layers=[0, 1, 2])
@@ -91,9 +89,7 @@ def test_a_converted_classifier_is_the_patched_one_which_can_be_unpatched(tmp_pa
     assert f"pipeline_tag: {tag}-classification\n" in card
 
 
-def test_what_needs_a_language_head_refuses_a_classifier_in_one_line(
-    tmp_path, tiny_tokenizer, refusal, capsys
-):
+def test_what_needs_a_language_head_refuses_a_classifier(tmp_path, tiny_tokenizer, refusal, capsys):
     stock_classifier("llama", "SequenceClassification").float().save_pretrained(tmp_path / "src")
     tiny_tokenizer.save_pretrained(tmp_path / "src")
     convert_checkpoint(tmp_path / "src", tmp_path / "dst")

@@ -78,9 +78,7 @@ def test_scaled_angles_count_as_they_are_at_the_longer_length():
     assert slow_pairs(scaled) == slow_pairs(plain)
 
 
-def test_auto_is_a_number_in_the_config_and_does_not_depend_on_a_baked_base(
-    tiny_llama_dir, tmp_path
-):
+def test_auto_is_a_number_in_the_config_whatever_the_baked_base(tiny_llama_dir, tmp_path):
     record = convert_checkpoint(tiny_llama_dir, tmp_path / "coca", content_pairs="auto")
     number = record["content_pairs"]
     assert 0 < number < AutoConfig.from_pretrained(tiny_llama_dir).head_dim // 2

@@ -111,9 +111,7 @@ def test_what_takes_the_place_of_a_checkpoint_that_is_being_replaced_is_kept_bes
     assert (old / "config.json").read_text() == "old"
 
 
-def test_what_is_left_of_a_replaced_checkpoint_is_removed_by_the_next_run(
-    tiny_llama_dir, tmp_path, old
-):
+def test_the_rest_of_a_replaced_checkpoint_goes_with_the_next_run(tiny_llama_dir, tmp_path, old):
     """The state after a kill that follows the second rename."""
     shutil.copytree(old, tmp_path / ".dst.incomplete" / "replaced")
     convert_checkpoint(tiny_llama_dir, old, overwrite=True)
@@ -151,9 +149,7 @@ def test_a_destination_that_cannot_be_replaced_is_refused_before_the_source_is_o
 
 
 @pytest.mark.parametrize("name", ["dst", "a b\\c"])
-def test_a_mount_point_is_refused_before_the_source_is_opened(
-    tmp_path, tiny_llama_dir, monkeypatch, name
-):
+def test_a_mount_point_is_refused_before_the_work(tmp_path, tiny_llama_dir, monkeypatch, name):
     dst = tmp_path / name
     write(dst / "config.json", "old")
     mounted = subprocess.run(["mount", "--bind", dst, dst], capture_output=True, check=False)
@@ -246,9 +242,7 @@ def test_the_staging_directory_is_private_and_the_destination_follows_the_umask(
 
 
 @pytest.mark.parametrize("dst", ["", ".", "..", "x/.."])
-def test_a_destination_without_a_name_of_its_own_is_refused(
-    tiny_llama_dir, tmp_path, monkeypatch, dst
-):
+def test_a_destination_without_a_name_is_refused(tiny_llama_dir, tmp_path, monkeypatch, dst):
     write(tmp_path / "config.json", "old")
     (tmp_path / "x").mkdir()
     monkeypatch.chdir(tmp_path / "x")
@@ -256,18 +250,14 @@ def test_a_destination_without_a_name_of_its_own_is_refused(
     assert (tmp_path / "config.json").read_text() == "old"
 
 
-def test_a_conversion_that_is_refused_leaves_no_directory_on_the_way_to_its_destination(
-    tiny_llama_dir, tmp_path
-):
+def test_a_refused_conversion_leaves_no_directory_above_its_destination(tiny_llama_dir, tmp_path):
     refuses("no such directory", "no/such/source", tmp_path / "a" / "b" / "dst")
     assert not list(tmp_path.iterdir())
     convert_checkpoint(tiny_llama_dir, tmp_path / "a" / "b" / "dst")
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["dst"]
 
 
-def test_a_source_in_the_staging_directory_of_its_destination_is_refused(
-    tiny_llama_dir, tmp_path, interrupted
-):
+def test_a_source_in_its_own_staging_directory_is_refused(tiny_llama_dir, tmp_path, interrupted):
     before = files_of(interrupted)
     message = r"\.dst\.incomplete: is the source itself or holds it"
     refuses(message, interrupted / "checkpoint", tmp_path / "dst")

@@ -20,9 +20,7 @@ def temporary_files(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
 
 
-def test_nothing_is_written_and_the_plan_is_what_the_conversion_then_does(
-    tiny_llama_dir, tmp_path, converts
-):
+def test_nothing_is_written_and_the_conversion_follows_the_plan(tiny_llama_dir, tmp_path, converts):
     dst, options = tmp_path / "deep" / "dst", {"dtype": "bfloat16", "keep_layers": [0, 2]}
     options["max_shard_size"] = "100KB"
     before = files_of(tmp_path)
@@ -79,9 +77,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_a_conversion_refuses_is_refused_in_the_same_words(
-    source, tmp_path, monkeypatch, message
-):
+def test_it_refuses_what_a_conversion_does_in_its_words(source, tmp_path, monkeypatch, message):
     dst = tmp_path / "parent" / "dst"
     REFUSED[message](source, dst)
     if message.startswith("disk full"):

@@ -33,9 +33,7 @@ from tests.models.test_golden import GOLDEN
 
 
 @EVERY_CASE_UNDER_ONE_CONSTRAINT
-def test_converted_checkpoint_loads_clean_and_gives_the_logits_of_the_reference(
-    converted, case, constraint
-):
+def test_converted_checkpoint_loads_clean_and_has_the_reference_logits(converted, case, constraint):
     src, dst, record = converted(case, constraint)
     model, info = AutoModelForCausalLM.from_pretrained(dst, output_loading_info=True)
     assert not any(info.values())

@@ -82,9 +82,7 @@ def write_gguf(file, model, arch, tokenizer, change=lambda writer: None, without
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_gguf_file_converts_to_the_weights_of_its_safetensors_original(
-    case, model, tiny_tokenizer, tmp_path
-):
+def test_a_gguf_file_converts_to_the_weights_of_its_original(case, model, tiny_tokenizer, tmp_path):
     model.save_pretrained(tmp_path / "original")
     write_gguf(tmp_path / "model.gguf", model, CASES[case][0], tiny_tokenizer)
     convert_checkpoint(tmp_path / "original", tmp_path / "expected", max_shard_size="100KB")
@@ -118,9 +116,7 @@ CHANGES = {
     ("case", "change"),
     [("phi3" if change.startswith("phi3") else "llama", change) for change in CHANGES],
 )
-def test_what_transformers_ignores_is_refused_by_name(
-    case, change, model, tiny_tokenizer, tmp_path
-):
+def test_what_transformers_ignores_is_refused(case, change, model, tiny_tokenizer, tmp_path):
     write_gguf(tmp_path / "model.gguf", model, CASES[case][0], tiny_tokenizer, CHANGES[change])
     if not change:
         convert_checkpoint(tmp_path / "model.gguf", tmp_path / "dst")
@@ -131,9 +127,7 @@ def test_what_transformers_ignores_is_refused_by_name(
 
 
 @pytest.mark.parametrize("case", ["llama"])
-def test_tensors_that_transformers_makes_up_or_drops_are_refused(
-    case, model, tiny_tokenizer, tmp_path
-):
+def test_tensors_that_transformers_adds_or_drops_are_refused(case, model, tiny_tokenizer, tmp_path):
     missing = "model.layers.1.mlp.down_proj.weight"
     write_gguf(tmp_path / "a.gguf", model, case, tiny_tokenizer, without=missing)
     message = rf"tensor {missing} is missing; is the checkpoint"

@@ -84,9 +84,7 @@ def test_the_requested_revision_is_converted_and_recorded(hub, tmp_path, convert
     assert "Revision Not Found" in printed
 
 
-def test_a_coca_model_brings_the_records_the_card_and_the_licence_of_its_base(
-    hub, tmp_path, tiny_llama_dir
-):
+def test_a_coca_model_brings_records_and_its_bases_card_and_licence(hub, tmp_path, tiny_llama_dir):
     base = shutil.copytree(tiny_llama_dir, tmp_path / "base")
     (base / "README.md").write_text(FRONT_MATTER)
     (base / "LICENSE").write_text("Do no harm.")
@@ -136,9 +134,7 @@ def test_a_dry_run_from_the_hub_downloads_no_weights_and_leaves_the_cache_as_it_
 
 
 @pytest.mark.parametrize("head", ["other", "equal"])
-def test_a_dry_run_from_the_hub_leaves_open_whether_the_head_is_tied(
-    hub, tmp_path, tiny_llama_dir, converts, head
-):
+def test_a_dry_run_leaves_open_if_the_head_is_tied(hub, tmp_path, tiny_llama_dir, converts, head):
     edited = shutil.copytree(tiny_llama_dir, tmp_path / "edited")
     edit_config(edited, tie_word_embeddings=True)
     if head == "equal":

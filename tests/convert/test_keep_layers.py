@@ -203,9 +203,7 @@ def test_the_released_layout_has_no_keys_to_keep(tmp_path):
 
 
 @EVERY_CASE
-def test_the_harm_of_a_layer_is_what_its_conversion_alone_changes_in_the_predictions(
-    case, pairs_of, tmp_path
-):
+def test_the_harm_of_a_layer_is_that_of_its_conversion_alone(case, pairs_of, tmp_path):
     original = stock_model(case)
     coca = patch_(copy.copy(original)).eval()
     draw = torch.Generator().manual_seed(1)
@@ -296,7 +294,7 @@ def test_a_number_of_layers_means_those_that_coca_eval_layers_ranks_first(tmp_pa
     refused("got no ranking", f"2:{tmp_path}")
 
 
-def test_the_command_gives_kept_layers_a_window_and_everything_tells_of_it(
+def test_kept_layers_get_a_window_and_everything_tells_of_it(
     tiny_llama_dir, text, tmp_path, converts
 ):
     dst, options = tmp_path / "dst", ("--keep-layers", "1,", "--keep-window", "6")

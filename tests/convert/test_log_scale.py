@@ -14,9 +14,7 @@ from tests.convert.checkpoints import assert_same_weights, record_of, refuses
 from tests.models.families import tokens
 
 
-def test_a_trained_checkpoint_gets_a_log_scale_and_keeps_its_layers(
-    tiny_llama_dir, tmp_path, converts
-):
+def test_a_coca_checkpoint_gets_a_log_scale_and_keeps_layers(tiny_llama_dir, tmp_path, converts):
     convert_checkpoint(tiny_llama_dir, tmp_path / "coca", "strict", keep_layers=[1])
     printed = converts(tmp_path / "coca", tmp_path / "dst", "--log-scale", "0.3")
     assert "log scale             0.3\n" in printed

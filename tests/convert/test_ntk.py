@@ -40,9 +40,7 @@ def logits(directory, length, **options):
 @pytest.mark.parametrize(
     ("length", "given"), [(65, {}), (96, {}), (192, {"original_max_position_embeddings": 32})]
 )
-def test_logits_equal_dynamic_ntk_for_that_length_at_every_position(
-    tmp_path, constraint, length, given
-):
+def test_logits_equal_dynamic_ntk_for_that_length_everywhere(tmp_path, constraint, length, given):
     saved(tmp_path / "src", rope_parameters=DYNAMIC | given)
     convert_checkpoint(tmp_path / "src", tmp_path / "dynamic", constraint)
     convert_checkpoint(tmp_path / "dynamic", tmp_path / "from-coca", ntk_length=length)

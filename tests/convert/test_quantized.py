@@ -135,9 +135,7 @@ def test_bitsandbytes_converts_to_the_bits_of_the_model_that_transformers_dequan
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
-def test_a_dry_run_of_four_bits_has_the_sizes_and_the_dtype_of_what_is_written(
-    source, tmp_path, dtype
-):
+def test_a_dry_run_of_four_bits_has_the_sizes_and_dtype_of_the_result(source, tmp_path, dtype):
     quantized_by_bitsandbytes(source, tmp_path / "quantized", **BITS["nf4"])
     planned = convert_checkpoint(
         tmp_path / "quantized", tmp_path / "dst", dtype=dtype, dry_run=True
@@ -165,9 +163,7 @@ def test_pickled_weights_of_four_bits_convert_to_the_bits_of_safetensors(source,
     assert_same_weights(tmp_path / "dst", tmp_path / "expected")
 
 
-def test_without_bitsandbytes_its_weights_are_refused_in_one_line(
-    source, tmp_path, refusal, monkeypatch
-):
+def test_without_bitsandbytes_its_weights_are_refused(source, tmp_path, refusal, monkeypatch):
     edit_config(source, quantization_config={"load_in_8bit": True})  # older than quant_method
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     printed = refusal(source, tmp_path / "dst")

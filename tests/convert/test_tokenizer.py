@@ -104,9 +104,7 @@ def test_a_tokenizer_whose_own_config_names_no_class_stays_the_same(source, tmp_
 
 
 @pytest.mark.parametrize("fix", [True, None])
-def test_the_corrected_regular_expression_of_mistral_stays_corrected(
-    source, tmp_path, converts, fix
-):
+def test_the_corrected_pattern_of_mistral_stays_corrected(source, tmp_path, converts, fix):
     """Transformers corrects it for large vocabularies of a Mistral from before version 5."""
     config = MistralConfig(**(TINY | {"num_hidden_layers": 1}), vocab_size=259)
     MistralForCausalLM(config).save_pretrained(source)

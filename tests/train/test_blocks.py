@@ -266,9 +266,7 @@ def test_blocks_before_the_start_are_not_read(corpus, plain):
     assert tokens_of(corpus().blocks(), 60) == plain[60:100]
 
 
-def test_a_second_preparation_says_that_it_waits_and_then_has_the_same_blocks(
-    corpus, plain, capsys
-):
+def test_a_second_preparation_says_that_it_waits_and_has_the_same_blocks(corpus, plain, capsys):
     second = threading.Thread(target=lambda: corpus().prepare(50))
     with FileLock(corpus().prepare(5).directory / "lock"):
         second.start()
@@ -367,9 +365,7 @@ def test_held_out_blocks_do_not_depend_on_how_many_blocks_are_prepared(corpus, t
     assert torch.equal(few.held_out, many.held_out)
 
 
-def test_a_run_continues_on_blocks_in_another_directory(
-    recipe_path, unbroken, tmp_path, monkeypatch
-):
+def test_a_run_continues_on_blocks_elsewhere(recipe_path, unbroken, tmp_path, monkeypatch):
     monkeypatch.undo()
     for place in ("one", "other"):
         recipe = load_recipe(recipe_path, [f"data.prepared={tmp_path / place}"])

@@ -133,9 +133,7 @@ def runs(recipes, tmp_path_factory):
 
 @pytest.mark.real
 @pytest.mark.parametrize("kind", [*KINDS, "lora"])
-def test_two_processes_that_share_blocks_train_as_one_that_has_them_whole(
-    recipes, runs, tmp_path, kind
-):
+def test_processes_that_share_blocks_train_as_one_with_whole_ones(recipes, runs, tmp_path, kind):
     run_recipe(load_recipe(recipes / f"{kind}.yaml"), tmp_path / "one")
     ours, theirs = runs / kind / "1-k", tmp_path / "one/1-k"
     for key, bound in {"loss": 2e-6, "grad_norm": 2e-5, "tokens_seen": 0}.items():
@@ -162,9 +160,7 @@ def test_two_processes_that_share_blocks_resume_to_the_same_bits(recipes, runs, 
 
 
 @pytest.mark.real
-def test_the_parts_have_their_positions_in_the_block_and_the_labels_of_the_next_token_there(
-    recipes, runs
-):
+def test_the_parts_have_the_positions_and_labels_that_they_have_in_the_block(recipes, runs):
     recipe = load_recipe(recipes / "slack.yaml")
     tokenizer = AutoTokenizer.from_pretrained(recipe.model)
     stream = iter(tokens_of(Corpus(recipe.data, tokenizer).blocks()))

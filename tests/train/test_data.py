@@ -44,9 +44,7 @@ def test_a_pass_is_every_packed_block_once_and_the_next_pass_is_the_same_in_anot
     assert sum(block.count(tiny_tokenizer.eos_token_id) for block in first) == 4
 
 
-def test_a_buffer_smaller_than_the_source_still_draws_every_block_once(
-    words, corpus, tiny_tokenizer, monkeypatch
-):
+def test_a_small_buffer_still_draws_every_block_once(words, corpus, tiny_tokenizer, monkeypatch):
     monkeypatch.setattr(data, "SHUFFLE_TOKENS", 6 * SEQ_LEN)
     expected = packed_by_hand(words, tiny_tokenizer)
     first = tokens_of(corpus(words).prepare(len(expected)))

@@ -172,9 +172,7 @@ def test_adapters_are_sharded_trained_and_merged_as_in_one_process(real_recipe, 
         assert_same_weights(ours / stage, one / stage, atol=1e-3)
 
 
-def test_kept_layers_with_a_window_are_trained_as_in_one_process(
-    real_recipe, tiny_llama_dir, tmp_path
-):
+def test_kept_layers_with_a_window_train_as_in_one_process(real_recipe, tiny_llama_dir, tmp_path):
     convert_checkpoint(tiny_llama_dir, tmp_path / "kept", keep_layers=[1], keep_window=9)
     settings = [*ONE_STAGE[2:], f"model={tmp_path / 'kept'}"]
     ours = tmp_path / "two/1-k"
@@ -211,9 +209,7 @@ def test_two_processes_resume_what_one_saved_and_may_recompute_where_it_did_not(
     assert_close(runs / "from-one/1-k", runs / "one/1-k")
 
 
-def test_accumulated_batches_have_the_losses_and_weights_of_one_process(
-    real_recipe, runs, tmp_path
-):
+def test_accumulated_batches_have_losses_and_weights_of_one_process(real_recipe, runs, tmp_path):
     ours = runs / "accumulated/1-k"
     one = run_recipe(load_recipe(real_recipe, ONE_STAGE[2:]), tmp_path / "one", "k")
     inputs = json.loads((ours.parent / "inputs.json").read_text())

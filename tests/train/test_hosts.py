@@ -59,9 +59,7 @@ def lose(launched) -> None:
     launched.wait()
 
 
-def test_a_lost_host_and_then_a_cut_link_end_with_the_losses_of_an_unbroken_run(
-    real_recipe, hosts, tmp_path
-):
+def test_a_lost_host_and_a_cut_link_end_with_the_unbroken_losses(real_recipe, hosts, tmp_path):
     arguments = [real_recipe, f"training.ddp_timeout={SILENCE}", "training.save_steps=1"]
     succeed(tmp_path, [Run([*arguments, "--out", tmp_path / "unbroken"], FSDP2)])
     out = tmp_path / "out"

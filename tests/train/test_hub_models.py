@@ -37,9 +37,7 @@ def hub(tiny_coca_dir, tiny_llama_dir, tmp_path, monkeypatch):
     return tmp_path / "hub"
 
 
-def test_a_model_on_the_hub_is_read_at_its_revision_and_keeps_record_card_and_licence(
-    hub, train, tmp_path
-):
+def test_a_model_is_read_at_its_revision_and_keeps_card_and_licence(hub, train, tmp_path):
     for name, commit in (("somebody/coca", FIRST), ("somebody/coca@v2", SECOND)):
         out = tmp_path / commit
         result = train(f"model={name}", out=out)

@@ -93,9 +93,7 @@ def test_a_network_that_fails_in_the_middle_is_one_line_and_the_run_continues_at
     assert (source["on_hub"], source["commit"]) == (True, "1" * 40)
 
 
-def test_a_hub_that_does_not_answer_at_the_start_is_one_line_and_nothing_is_written(
-    hub, recipe_of, tmp_path
-):
+def test_a_hub_that_does_not_answer_is_one_line_and_nothing_is_written(hub, recipe_of, tmp_path):
     hub.commits.clear()
     message = "somebody/lines: no such file here, and not readable as a data set on the hub"
     with pytest.raises(CocaError, match=message):

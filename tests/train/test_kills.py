@@ -82,9 +82,7 @@ def test_a_signal_to_one_process_stops_all_after_a_checkpoint_and_nothing_is_los
     assert_held_out_losses_of(real_unbroken, out)
 
 
-def test_sigterm_ends_the_command_with_its_code_and_a_checkpoint(
-    real_recipe, real_unbroken, tmp_path
-):
+def test_sigterm_ends_the_command_with_75_and_a_checkpoint(real_recipe, real_unbroken, tmp_path):
     out = tmp_path / "out"
     hook = partial(signal_in_step_2, signal.SIGTERM)
     launched = launch(tmp_path, [Run([real_recipe, "--out", out], hook=hook)], processes=1)
@@ -108,9 +106,7 @@ def signal_while_the_result_of_stage_k_is_written():
     stages._complete = signal_and_complete
 
 
-def test_a_signal_between_two_stages_stops_all_processes_before_the_next_one(
-    real_recipe, real_unbroken, tmp_path
-):
+def test_a_signal_between_stages_stops_all_processes_there(real_recipe, real_unbroken, tmp_path):
     out = tmp_path / "out"
     hook = signal_while_the_result_of_stage_k_is_written
     launched = launch(tmp_path, [Run([real_recipe, "--out", out], FSDP2, hook)])

@@ -98,9 +98,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(tiny_llama_d
     assert set(objective.take_means()) == {"loss_lm", "loss_distill"}
 
 
-def test_a_stage_logs_each_loss_and_its_checkpoint_holds_no_teacher(
-    recipe_path, tiny_llama_dir, tmp_path
-):
+def test_a_stage_logs_each_loss_and_saves_no_teacher(recipe_path, tiny_llama_dir, tmp_path):
     before = (tiny_llama_dir / "model.safetensors").read_bytes()
     out, mixed = tmp_path / "out", "stages.qkv.objective={lm: 0.5, distill: 0.25}"
     settings = [f"teacher={tiny_llama_dir}", mixed, "stages.qkv.logging_steps=1"]

@@ -63,9 +63,7 @@ def wait_until_it_prepares(launched, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("hook", [start_slowly, read_slowly])
-def test_a_preparation_may_take_longer_than_collectives_may(
-    arguments, real_unbroken, tmp_path, hook
-):
+def test_a_preparation_may_outlast_the_collectives_limit(arguments, real_unbroken, tmp_path, hook):
     printed = succeed(tmp_path, [Run([*arguments, "training.ddp_timeout=8"], DDP, hook)])
     assert printed.count("data: preparing 12 blocks") == 1
     assert logged(tmp_path / "out/1-k") == pytest.approx(logged(real_unbroken / "1-k"), abs=1e-4)
@@ -79,9 +77,7 @@ def test_every_host_that_does_not_see_the_blocks_prepares_them(arguments, real_u
         assert (one / name).read_bytes() == (other / name).read_bytes()
 
 
-def test_an_error_of_the_process_that_prepares_ends_all_with_its_line(
-    arguments, real_text, tmp_path
-):
+def test_an_error_of_the_process_that_prepares_ends_all_with_it(arguments, real_text, tmp_path):
     rows = (real_text / "topics.jsonl").read_text() + '{"text": 5}\n'
     (tmp_path / "topics.jsonl").write_text(rows)
     changed = [*arguments, f"data.sources.0.path={tmp_path / 'topics.jsonl'}"]
@@ -116,9 +112,7 @@ def test_a_signal_to_one_process_stops_all_and_the_blocks_are_kept(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_if_one_process_is_killed_the_other_does_not_wait_for_ever(
-    arguments, real_unbroken, tmp_path, rank
-):
+def test_if_one_is_killed_the_other_does_not_hang(arguments, real_unbroken, tmp_path, rank):
     launched = launch(tmp_path, [Run(arguments, DDP, slowly)])
     wait_until_it_prepares(launched, tmp_path)
     ranks = launched.ranks()

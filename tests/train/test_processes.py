@@ -17,9 +17,7 @@ TWO_PROCESSES = yaml.safe_load(LAYOUT.read_text())
 HALVES = ["training.per_device_train_batch_size=2", "stages.qkv.per_device_train_batch_size=1"]
 
 
-def test_two_processes_have_the_losses_of_one_with_the_same_global_batch(
-    recipe_path, unbroken, tmp_path
-):
+def test_two_processes_have_the_losses_of_one_with_the_same_batch(recipe_path, unbroken, tmp_path):
     out = tmp_path / "out"
     accumulated = "stages.qkv.gradient_accumulation_steps=2"
     printed = succeed(tmp_path, [Run([recipe_path, "--out", out, *HALVES, accumulated], DDP)])

@@ -36,9 +36,7 @@ def test_numbers_without_a_dot_are_numbers_at_every_depth(recipe_tree, tmp_path)
     assert recipe.training["lr_scheduler_kwargs"]["start_lr"] == 1e-7
 
 
-def test_no_is_a_word_yes_is_true_for_a_switch_and_null_is_none_where_that_is_the_default(
-    recipe_path,
-):
+def test_no_is_a_word_and_yes_is_true_and_null_is_none_where_they_may_be(recipe_path):
     settings = ["save_strategy=no", "bf16=yes", "neftune_noise_alpha=null"]
     recipe = load_recipe(recipe_path, [f"training.{setting}" for setting in settings])
     names = ("save_strategy", "bf16", "use_cpu", "neftune_noise_alpha")

@@ -159,9 +159,7 @@ def test_the_last_held_out_loss_is_that_of_the_last_step_when_only_the_result_is
     assert (kept["before"], kept["after"]) == (losses[0], losses[-1])
 
 
-def test_a_full_disk_is_one_line_and_the_run_continues_once_there_is_room(
-    train, unbroken, tmp_path
-):
+def test_a_full_disk_is_one_line_and_the_run_continues_with_room(train, unbroken, tmp_path):
     out = tmp_path / "out"
     message = r"1-k/trainer: cannot be written \(0.01 MB needed, \S+ GB free\): .*; what was saved"
     with no_file_above(5_000), pytest.raises(CocaError, match=message) as caught:
@@ -230,9 +228,7 @@ def test_an_out_below_a_file_is_refused_in_one_line(train, tmp_path):
         train(stage=None, out=tmp_path / "file/out")
 
 
-def test_a_disk_without_room_for_a_checkpoint_is_found_before_writing(
-    train, unbroken, tmp_path, monkeypatch
-):
+def test_a_disk_without_room_is_found_before_writing(train, unbroken, tmp_path, monkeypatch):
     out, real, free = tmp_path / "out", shutil.disk_usage, chain([10**9], repeat(20))
     usage = "coca_hf.train.run_directory.shutil.disk_usage"
     monkeypatch.setattr(usage, lambda path: real(path)._replace(free=next(free)))

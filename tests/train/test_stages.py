@@ -100,7 +100,7 @@ def test_the_result_of_a_stage_loads_and_nothing_else_is_left(unbroken, tiny_coc
         assert model.config.auto_map == AutoConfig.from_pretrained(tiny_coca_dir).auto_map
 
 
-def test_tokenizers_of_other_engines_go_from_stage_to_stage_but_no_directories(
+def test_tokenizers_of_other_engines_are_handed_on_but_no_directories(
     train, tiny_coca_dir, tmp_path
 ):
     model = shutil.copytree(tiny_coca_dir, tmp_path / "model")
@@ -257,9 +257,7 @@ def test_kept_layers_learn_nothing_in_stage_k_and_later_the_projections_that_are
     assert (final.config.coca_kept_layers, final.config.coca_kept_window) == ([1], 9)
 
 
-def test_a_process_uses_one_of_several_gpus_and_says_how_to_use_all(
-    train, unbroken, monkeypatch, capsys
-):
+def test_a_process_uses_one_gpu_and_says_how_to_use_all(train, unbroken, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     plain = TrainingArguments.__post_init__
 
@@ -276,9 +274,7 @@ def test_a_process_uses_one_of_several_gpus_and_says_how_to_use_all(
     assert ours["final_loss"] == theirs["final_loss"]
 
 
-def test_a_run_says_what_a_step_takes_and_whether_it_depends_on_the_number_of_processes(
-    train, tmp_path, capsys
-):
+def test_a_run_says_what_a_step_takes_and_if_processes_change_it(train, tmp_path, capsys):
     depends = "other numbers of processes have other steps"
     for name, options in {"here": [], "anywhere": ["training.global_batch_size=4"]}.items():
         train(*options, out=tmp_path / name)

@@ -48,9 +48,7 @@ def write_recipe(path, tree: dict):
 
 
 @pytest.mark.parametrize("kind", ["tiny_llama_dir", "tiny_coca_dir"])
-def test_overrides_of_the_config_are_trained_with_and_kept_in_the_result(
-    kind, recipe_tree, tmp_path, request
-):
+def test_overrides_of_the_config_are_used_and_kept(kind, recipe_tree, tmp_path, request):
     recipe_tree["model"] = str(request.getfixturevalue(kind))
     recipe_tree["stages"] = recipe_tree["stages"][2:]
     path = write_recipe(tmp_path / "r.yaml", recipe_tree)
@@ -165,9 +163,7 @@ def test_a_checkpoint_that_cannot_be_used_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_kept_layers_of_a_trained_model_are_converted_and_trained(
-    recipe_path, tiny_llama_dir, tmp_path
-):
+def test_kept_layers_of_a_trained_model_are_trained_later(recipe_path, tiny_llama_dir, tmp_path):
     coca_hf.convert_checkpoint(tiny_llama_dir, tmp_path / "kept", keep_layers=[1])
 
     def trained(model: str) -> Path:
@@ -212,9 +208,7 @@ def test_blocks_longer_than_the_model_was_trained_for_are_announced_by_the_run_a
     assert check_positions(long, coca_hf.AlibiLlamaConfig(max_position_embeddings=64)) is None
 
 
-def test_a_stage_computes_in_bfloat16_on_a_cpu_without_accelerators(
-    recipe_path, tmp_path, monkeypatch
-):
+def test_a_stage_computes_in_bfloat16_without_accelerators(recipe_path, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     recipe = load_recipe(recipe_path, ["training.bf16=true"])
     del recipe.training["use_cpu"]
@@ -316,9 +310,7 @@ def lora_path(recipe_tree, tmp_path):
     return write_recipe(tmp_path / "r.yaml", recipe_tree)
 
 
-def test_adapters_end_as_a_plain_checkpoint_that_differs_by_low_ranks(
-    lora_path, unbroken, tmp_path, capsys
-):
+def test_adapters_end_as_weights_that_differ_by_low_ranks(lora_path, unbroken, tmp_path, capsys):
     out = tmp_path / "out"
     run_recipe(load_recipe(lora_path), out)
     # r (inputs + outputs) of q (48, 48), t (48, 8) and v (48, 16), in each of 3 layers
