@@ -195,10 +195,8 @@ def test_a_head_that_is_the_embedding_is_refused(tiny_llama_dir, tmp_path, refus
     embedding = "model.embed_tokens.weight"
     edit_weights(tied, lambda w: w.update({"lm_head.weight": w[embedding].clone()}))
     lora = make_adapter(tiny_llama_dir, tmp_path / "lora", targets=["lm_head"])
-    printed = refusal(tied, tmp_path / "dst", "--adapter", lora)
-    assert f"got weights for lm_head.weight, which the base ties to its embedding; {REMEDY}" in (
-        printed
-    )
+    message = f"got weights for lm_head.weight, which the base ties to its embedding; {REMEDY}"
+    assert message in refusal(tied, tmp_path / "dst", "--adapter", lora)
 
 
 def test_an_adapter_of_gguf_is_refused(adapter, tmp_path, refusal):

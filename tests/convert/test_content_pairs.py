@@ -88,9 +88,8 @@ def test_auto_is_a_number_in_the_config_whatever_the_baked_base(tiny_llama_dir, 
     at_once = convert_checkpoint(tiny_llama_dir, tmp_path / "once", content_pairs="auto", **baked)
     assert at_once["content_pairs"] == number
     for asked in ({}, {"content_pairs": "auto"}, {"content_pairs": number}):
-        record = convert_checkpoint(
-            tmp_path / "coca", tmp_path / "long", overwrite=True, **baked, **asked
-        )
+        options = {**baked, **asked, "overwrite": True}
+        record = convert_checkpoint(tmp_path / "coca", tmp_path / "long", **options)
         assert record["content_pairs"] == number
     message = f"--content-pairs: got {number - 1}, expected {number}, the source's"
     refuses(message, tmp_path / "coca", tmp_path / "x", **baked, content_pairs=number - 1)
@@ -228,16 +227,15 @@ def test_auto_chooses_the_layers_that_a_short_fit_brings_nearer(
         if progress.layers_done == 2:
             raise Stop
 
-    again = {**options, "content_layers": "auto"}
+    again = tiny_llama_dir, tmp_path / "again"
+    options["content_layers"] = "auto"
     with pytest.raises(Stop):
-        convert_checkpoint(
-            tiny_llama_dir, tmp_path / "again", **again, calibrate_progress=interrupt
-        )
-    convert_checkpoint(tiny_llama_dir, tmp_path / "again", **again)
+        convert_checkpoint(*again, **options, calibrate_progress=interrupt)
+    convert_checkpoint(*again, **options)
     assert_same_weights(tmp_path / "again", tmp_path / "auto")
     assert record_of(tmp_path / "again", "config.json")["coca_content_layers"] == expected
-    options["keep_layers"] = record["kept_layers"]
-    convert_checkpoint(tiny_llama_dir, tmp_path / "named", **options, content_layers=expected)
+    options |= {"keep_layers": record["kept_layers"], "content_layers": expected}
+    convert_checkpoint(tiny_llama_dir, tmp_path / "named", **options)
     assert_same_weights(tmp_path / "named", tmp_path / "auto")
 
 

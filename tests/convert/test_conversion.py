@@ -28,9 +28,8 @@ IDS = torch.arange(60).view(2, 30) * 5 % 251
 
 def llama(**fields):
     torch.manual_seed(1)
-    return LlamaForCausalLM(
-        LlamaConfig(**(TINY | {"vocab_size": 259, "initializer_range": 0.2} | fields))
-    ).eval()
+    fields = TINY | {"vocab_size": 259, "initializer_range": 0.2} | fields
+    return LlamaForCausalLM(LlamaConfig(**fields)).eval()
 
 
 def saved(model, directory, **options):

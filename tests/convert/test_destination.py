@@ -285,13 +285,12 @@ def test_overwrite_deletes_no_text_that_it_is_calibrated_on(tiny_llama_dir, old,
 def test_a_replaced_checkpoint_that_cannot_be_removed_does_not_undo_the_new_one(
     tiny_llama_dir, old, monkeypatch
 ):
-    def refuse(path, *args, **options):
+    def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
     remove = shutil.rmtree
-    monkeypatch.setattr(
-        shutil, "rmtree", lambda path: (refuse if path.name == "replaced" else remove)(path)
-    )
+    by_name = {"replaced": refuse}
+    monkeypatch.setattr(shutil, "rmtree", lambda path: by_name.get(path.name, remove)(path))
     message = r"dst: is written; but what is left .* cannot be removed: .*replaced"
     refuses(message, tiny_llama_dir, old, overwrite=True)
     assert record_of(old, "config.json")["model_type"] == "coca_llama"
@@ -304,10 +303,8 @@ def convert_killed(src, dst, number):
     def hook(event, args):
         if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"):
             paths = [os.fsdecode(arg) for arg in args if isinstance(arg, (str, bytes, os.PathLike))]
-            if (
-                any(path == places[0] or places[1] in path for path in paths)
-                and next(events) == number
-            ):
+            touched = any(path == places[0] or places[1] in path for path in paths)
+            if touched and next(events) == number:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)

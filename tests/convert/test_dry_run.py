@@ -159,9 +159,8 @@ def test_a_calibration_is_planned_with_its_text_and_not_begun(
 def test_a_calibration_that_has_no_layer_to_fit_is_planned(
     tiny_llama_dir, calibrating, tmp_path, layers
 ):
-    plan = convert_checkpoint(
-        tiny_llama_dir, tmp_path / "dst", keep_layers=layers, dry_run=True, **calibrating
-    )
+    options = {**calibrating, "keep_layers": layers, "dry_run": True}
+    plan = convert_checkpoint(tiny_llama_dir, tmp_path / "dst", **options)
     assert plan["kept_layers"] == layers
     # layers are ranked by fits of all of them
     assert (plan["calibration"]["seconds"] is None) == (layers != 3)

@@ -67,9 +67,8 @@ def test_patched_model_equals_the_converted_checkpoint(converted, case, constrai
     patched = patch_(model, constraint)
     assert patched is model
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    assert torch.equal(
-        patched(tokens()).logits, AutoModelForCausalLM.from_pretrained(dst)(tokens()).logits
-    )
+    loaded = AutoModelForCausalLM.from_pretrained(dst)
+    assert torch.equal(patched(tokens()).logits, loaded(tokens()).logits)
     kept = {id(parameter) for parameter in patched.parameters()}
     layers = [f".{layer}." for layer in patched.config.coca_kept_layers]
     replaced = ("k_proj", "k_norm", "query_key_value", "qkv_proj", "gate_up_proj")
@@ -98,13 +97,10 @@ def test_start_bounds_the_scores_by_the_originals_bound(converted, case, constra
     angle = torch.randn(2, heads, 1, 64, d // 2, generator=generator).requires_grad_()
     optimizer = torch.optim.Adam([x, angle], lr=0.1)
     for _ in range(150):
-        q, t, _ = zip(
-            *(layer.self_attn.project(layer.input_layernorm(side)) for side in x), strict=True
-        )
-        query = coca_query(q[0], angle[0].cos(), angle[0].sin(), constraint)
-        key = coca_key(t[1], angle[1].cos(), angle[1].sin(), constraint).repeat_interleave(
-            heads // g, dim=1
-        )
+        (q, *_), (_, t, _) = (layer.self_attn.project(layer.input_layernorm(side)) for side in x)
+        query = coca_query(q, angle[0].cos(), angle[0].sin(), constraint)
+        key = coca_key(t, angle[1].cos(), angle[1].sin(), constraint)
+        key = key.repeat_interleave(heads // g, dim=1)
         scores = (query * key).sum(-1).diagonal() / QUERY_SCALE  # (64, h)
         optimizer.zero_grad()
         (-scores.sum()).backward()

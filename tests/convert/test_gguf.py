@@ -14,10 +14,8 @@ from tests.convert.checkpoints import refuses
 
 gguf = pytest.importorskip("gguf")
 SHAPE = TINY | {"intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 8}
-SHAPE |= {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-    "initializer_range": 0.2,
-}
+SHAPE["rope_parameters"] = {"rope_type": "default", "rope_theta": 500.0}
+SHAPE["initializer_range"] = 0.2
 CASES = {
     "llama": ("llama", {}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),

@@ -64,9 +64,8 @@ def test_a_longer_ntk_base_keeps_the_kept_layers_and_applies_to_them(converted, 
     src, dst, _ = converted(case, **KEPT)
     record = convert_checkpoint(dst, tmp_path / "from-coca", ntk_length=160)
     convert_checkpoint(src, tmp_path / "from-src", ntk_length=160, keep_layers=[0, 2])
-    once, twice = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("from-src", "from-coca")
-    )
+    places = tmp_path / "from-src", tmp_path / "from-coca"
+    once, twice = map(AutoModelForCausalLM.from_pretrained, places)
     assert twice.config.coca_kept_layers == record["kept_layers"] == [0, 2]
     assert torch.equal(once(tokens()).logits, twice(tokens()).logits)
     unbaked = AutoModelForCausalLM.from_pretrained(dst)

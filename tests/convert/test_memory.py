@@ -21,9 +21,8 @@ def convert_watched(src, dst, peak, options):
     def look(*_):
         seen.append(anonymous_bytes())
 
-    convert_checkpoint(
-        src, dst, max_shard_size="5MB", progress=look, calibrate_progress=look, **options
-    )
+    options |= {"progress": look, "calibrate_progress": look}
+    convert_checkpoint(src, dst, max_shard_size="5MB", **options)
     peak.put(max(seen))
 
 

@@ -231,9 +231,8 @@ def test_unpatch_needs_the_original(model):
 
 
 def test_a_sharded_model_is_refused(tiny_llama_dir, tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     try:
         model = fully_shard(LlamaForCausalLM.from_pretrained(tiny_llama_dir))
         with pytest.raises(CocaError, match="got FSDPLlamaForCausalLM, expected"):

@@ -136,12 +136,10 @@ def test_bitsandbytes_converts_to_the_bits_of_the_model_that_transformers_dequan
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 def test_a_dry_run_of_four_bits_has_the_sizes_and_dtype_of_the_result(source, tmp_path, dtype):
-    quantized_by_bitsandbytes(source, tmp_path / "quantized", **BITS["nf4"])
-    planned = convert_checkpoint(
-        tmp_path / "quantized", tmp_path / "dst", dtype=dtype, dry_run=True
-    )
+    quantized = quantized_by_bitsandbytes(source, tmp_path / "quantized", **BITS["nf4"])
+    planned = convert_checkpoint(quantized, tmp_path / "dst", dtype=dtype, dry_run=True)
     assert planned["dtype"] == {"auto": "bfloat16", "float32": "float32"}[dtype]
-    convert_checkpoint(tmp_path / "quantized", tmp_path / "dst", dtype=dtype)
+    convert_checkpoint(quantized, tmp_path / "dst", dtype=dtype)
     written = load_file(tmp_path / "dst" / "model.safetensors").values()
     assert planned["written"] == {"files": 1, "bytes": sum(tensor.nbytes for tensor in written)}
 

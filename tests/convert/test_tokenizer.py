@@ -43,9 +43,8 @@ def assert_same_tokenizer(source, converted):
 def test_all_chat_templates_come_along(source, tmp_path):
     folder = source / "additional_chat_templates"
     folder.mkdir()
-    (source / "chat_template.jinja").write_text(
-        "{% for m in messages %}<s>{{ m.content }}{% endfor %}"
-    )
+    template = "{% for m in messages %}<s>{{ m.content }}{% endfor %}"
+    (source / "chat_template.jinja").write_text(template)
     (folder / "rag.jinja").write_text("rag: {% for m in messages %}{{ m.content }}</s>{% endfor %}")
     (folder / "tool_use.jinja").write_text("tool: {{ messages[0].content }}")
     (folder / "notes.txt").write_text("not a template")
@@ -113,9 +112,8 @@ def test_the_corrected_pattern_of_mistral_stays_corrected(source, tmp_path, conv
     content["model"]["vocab"] |= {f"token {number}": number for number in range(259, 100_100)}
     tokenizer = Tokenizer.from_str(json.dumps(content))
     split = pre_tokenizers.Split(Regex(r"[a-z]+|[^a-z]"), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(False, use_regex=False)]
-    )
+    in_bytes = pre_tokenizers.ByteLevel(False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, in_bytes])
     tokenizer.save(str(source / "tokenizer.json"))
     if fix is not None:
         edit_json(source / "tokenizer_config.json", fix_mistral_regex=fix)

@@ -154,9 +154,8 @@ def test_a_stage_changes_the_parameters_it_names_and_no_other_bit(sharded, tiny_
 def test_the_result_loads_and_is_the_live_model(sharded):
     for stage in STAGES:
         facts = json.loads((sharded.parent / f"{stage}.json").read_text())
-        model, report = AutoModelForCausalLM.from_pretrained(
-            sharded / stage, output_loading_info=True
-        )
+        result = sharded / stage
+        model, report = AutoModelForCausalLM.from_pretrained(result, output_loading_info=True)
         assert not any(report.values())
         with torch.no_grad():
             logits = model(torch.arange(3, 40)[None]).logits

@@ -147,10 +147,8 @@ def test_float32_logits_are_in_the_measure_unless_cross_entropy_is_fused(small, 
 
 
 def test_gpus_that_share_a_block_have_the_activations_of_their_part(recipe, path):
-    memories = (
-        measure(recipe, recipe.stages[1], Setting(4, BATCH, 1, False, sharing))
-        for sharing in (1, 2)
-    )
+    settings = (Setting(4, BATCH, 1, False, sharing) for sharing in (1, 2))
+    memories = (measure(recipe, recipe.stages[1], setting) for setting in settings)
     whole, half = (memory.at_peak["activations"] for memory in memories)
     assert 0.4 * whole < half < 0.5 * whole  # the scores of a part are fewer than half
     shared = load_recipe(path, [ONE_LAYER, "training.context_parallel_size=2"])
@@ -175,9 +173,8 @@ def test_gpus_that_share_a_block_read_held_out_blocks_whole(recipe):
 
 def test_accumulation_keeps_the_gradients_of_all_shards_on_every_process(recipe):
     settings = (Setting(32, BATCH, accumulation, False) for accumulation in (1, 2))
-    plain, accumulated = (
-        measure(recipe, recipe.stages[1], setting).at_peak["gradients"] for setting in settings
-    )
+    memories = (measure(recipe, recipe.stages[1], setting) for setting in settings)
+    plain, accumulated = (memory.at_peak["gradients"] for memory in memories)
     with torch.device("meta"):
         whole = sum(4 * parameter.numel() for parameter in model_from_config(recipe).parameters())
     assert plain < 0.1 * whole  # the shards and the layer at hand: 0.096
@@ -286,9 +283,8 @@ def test_a_long_block_is_helped_by_a_fused_cross_entropy_and_then_by_sharing_it(
 
     monkeypatch.setattr(gpu_plan, "measure", measure_block)
     recipe = load_recipe(path, [ONE_LAYER, "training.per_device_train_batch_size=1"])
-    fused, shared = (
-        plan_recipe(alone(recipe, 1), 8, memory).stages[0].change for memory in (20, 10)
-    )
+    recipe = alone(recipe, 1)
+    fused, shared = (plan_recipe(recipe, 8, memory).stages[0].change for memory in (20, 10))
     assert "it does with gradient_checkpointing=true fused_cross_entropy=true (16.0 GiB)" in fused
     assert "fused_cross_entropy=true context_parallel_size=2 per_device_train_batch" in shared
     assert "gradient_accumulation_steps=2 (8.0 GiB, without the keys and values that" in shared

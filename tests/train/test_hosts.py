@@ -139,9 +139,8 @@ def test_each_host_reads_weights_from_its_disk_once_at_most(disks, real_recipe, 
     for launched in launches:
         assert launched.wait() == 0, launched.output.read_text()
     read = [int((tmp_path / f"rank-{rank}").read_text()) for rank in range(4)]
-    model, teacher = (
-        (disks[0] / name / "model.safetensors").stat().st_size for name in ("model", "teacher")
-    )
+    files = (disks[0] / name / "model.safetensors" for name in ("model", "teacher"))
+    model, teacher = (file.stat().st_size for file in files)
     # Python's own files may come from the disk, too
     assert 0.95 < (read[0] + read[1]) / (model + teacher) < 1.4, read
     assert 0.95 < (read[2] + read[3]) / teacher < 1.4, read  # it is sent its part of the model

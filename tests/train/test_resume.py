@@ -179,10 +179,9 @@ def test_a_disk_that_is_full_at_the_end_of_a_stage_keeps_its_last_checkpoint(
     with pytest.raises(CocaError, match=message):
         train()
     monkeypatch.undo()
-    own_copy = shutil.copytree(
-        out / "1-k/trainer/checkpoint-3", out / "1-k/trainer/checkpoint-9-mine"
-    )
-    assert last_checkpoint(out / "1-k/trainer").name == "checkpoint-3"
+    saved = out / "1-k/trainer"
+    own_copy = shutil.copytree(saved / "checkpoint-3", saved / "checkpoint-9-mine")
+    assert last_checkpoint(saved).name == "checkpoint-3"
     assert not (out / "1-k/training.json").exists()
     train(resume=True)
     assert (own_copy / "state").exists()
@@ -378,10 +377,11 @@ def copied(recipe_tree, tiny_coca_dir, tiny_llama_dir, texts, tmp_path) -> Recip
     sources = {"model": tiny_coca_dir, "teacher": tiny_llama_dir, "texts": texts}
     paths = {name: str(shutil.copytree(path, tmp_path / name)) for name, path in sources.items()}
     recipe_tree |= {"model": paths["model"], "teacher": paths["teacher"]}
-    for source, name in zip(
-        recipe_tree["data"]["sources"], ("words/*.txt", "digits.jsonl"), strict=True
-    ):
-        source["path"] = f"{paths['texts']}/{name}"
+    words, digits = recipe_tree["data"]["sources"]
+    words["path"], digits["path"] = (
+        f"{paths['texts']}/words/*.txt",
+        f"{paths['texts']}/digits.jsonl",
+    )
     recipe = Recipe.model_validate(recipe_tree)
     run_recipe(recipe, tmp_path / "out", stage="k")
     return recipe

@@ -85,9 +85,8 @@ def test_the_record_says_what_was_run_and_on_what(unbroken, tiny_coca_dir):
 
 def test_the_result_of_a_stage_loads_and_nothing_else_is_left(unbroken, tiny_coca_dir):
     for stage in STAGES:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            unbroken / stage, output_loading_info=True
-        )
+        result = unbroken / stage
+        model, report = AutoModelForCausalLM.from_pretrained(result, output_loading_info=True)
         assert not any(report.values())
         assert model.config.use_cache
         assert AutoTokenizer.from_pretrained(unbroken / stage)("ab")["input_ids"]
