@@ -110,8 +110,9 @@ class Launch:
 
     def wait(self, seconds: float = 240) -> int | None:
         self.process.join(seconds)
-        still = f"still runs after {seconds} s: {self.output.read_text()}"
-        assert self.process.exitcode is not None, still
+        assert self.process.exitcode is not None, (
+            f"still runs after {seconds} s: {self.output.read_text()}"
+        )
         return self.process.exitcode
 
     def printed(self) -> str:
