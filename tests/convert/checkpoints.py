@@ -24,9 +24,8 @@ class Stop(BaseException):
 def edit_json(file, **fields):
     """Change fields of a JSON object; ... drops one."""
     content = (json.loads(file.read_text()) if file.exists() else {}) | fields
-    file.write_text(
-        json.dumps({name: value for name, value in content.items() if value is not ...})
-    )
+    kept = {name: value for name, value in content.items() if value is not ...}
+    file.write_text(json.dumps(kept))
 
 
 def edit_config(directory, **fields):

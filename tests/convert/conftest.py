@@ -63,11 +63,9 @@ def converted(tmp_path_factory):
     @functools.cache
     def convert_once(case, constraint="slack", kept=()):
         directory = tmp_path_factory.mktemp("converted")
-        stock_model(case).save_pretrained(directory / "src")
-        record = convert_checkpoint(
-            directory / "src", directory / "dst", constraint, keep_layers=kept
-        )
-        return directory / "src", directory / "dst", record
+        src, dst = directory / "src", directory / "dst"
+        stock_model(case).save_pretrained(src)
+        return src, dst, convert_checkpoint(src, dst, constraint, keep_layers=kept)
 
     return convert_once
 
@@ -108,18 +106,8 @@ def pairs_of(tmp_path):
             path = str(tmp_path / "checkpoint of pairs")
             model.save_pretrained(path)
             source = stack.enter_context(contextlib.closing(open_source(path)))
-            form = Form(
-                path,
-                constraint,
-                "auto",
-                10**9,
-                None,
-                None,
-                False,
-                (),
-                content_pairs,
-                content_layers,
-            )
+            content = content_pairs, content_layers
+            form = Form(path, constraint, "auto", 10**9, None, None, False, (), *content)
             return LayerPairs(Layout(source, form, kept_layers), "cpu", **options)
 
         yield save

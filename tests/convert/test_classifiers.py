@@ -17,14 +17,10 @@ HEADS = {
     "SequenceClassification": AutoModelForSequenceClassification,
     "TokenClassification": AutoModelForTokenClassification,
 }
+PAIRS = [(family, head) for family in FAMILIES for head in HEADS]
 EVERY_CLASSIFIER = pytest.mark.parametrize(
     ("family", "head"),
-    [
-        (name, head)
-        for name, family in FAMILIES.items()
-        for head in HEADS
-        if CLASSIFIERS[f"For{head}"].get(family.config, None)
-    ],
+    [pair for pair in PAIRS if CLASSIFIERS[f"For{pair[1]}"].get(FAMILIES[pair[0]].config, None)],
 )
 
 
@@ -52,15 +48,12 @@ def padded():
 
 
 @EVERY_CLASSIFIER
-def test_a_classifier_with_all_layers_kept_has_the_logits_of_transformers_beside_padding(
-    tmp_path, family, head
-):
+def test_with_all_layers_kept_it_has_transformers_logits_beside_padding(tmp_path, family, head):
     stock = stock_classifier(family, head)
     stock.save_pretrained(tmp_path / "src")
     convert_checkpoint(tmp_path / "src", tmp_path / "dst", keep_layers=[0, 1, 2])
-    loaded, report = HEADS[head].from_pretrained(
-        tmp_path / "dst", dtype=torch.float64, output_loading_info=True
-    )
+    options = {"dtype": torch.float64, "output_loading_info": True}
+    loaded, report = HEADS[head].from_pretrained(tmp_path / "dst", **options)
     assert not any(report.values())
     assert type(loaded).__name__ == class_name(family, head)
     assert loaded.config.architectures == [type(loaded).__name__]
@@ -69,13 +62,10 @@ def test_a_classifier_with_all_layers_kept_has_the_logits_of_transformers_beside
     of_text = slice(None) if head == "SequenceClassification" else mask.bool()
     expected = stock(ids, attention_mask=mask).logits[of_text]
     assert expected.std() > 0.1
-    got = loaded.eval()(ids, attention_mask=mask).logits[of_text]
-    assert (
-        got - expected
-    ).abs().max() < 1e-5  # angles are float32, and left padding moves positions
-    patched = patch_(copy.deepcopy(stock), keep_layers=[0, 1, 2])
-    got = patched(ids, attention_mask=mask).logits[of_text]
-    assert (got - expected).abs().max() < 1e-5
+    for model in (loaded.eval(), patch_(copy.deepcopy(stock), keep_layers=[0, 1, 2])):
+        got = model(ids, attention_mask=mask).logits[of_text]
+        # angles are float32, and left padding moves positions
+        assert (got - expected).abs().max() < 1e-5
 
 
 @EVERY_CLASSIFIER
@@ -99,9 +89,7 @@ def test_a_converted_classifier_is_the_patched_one_which_can_be_unpatched(tmp_pa
     assert f"pipeline_tag: {tag}-classification\n" in card
 
 
-def test_what_needs_a_language_head_refuses_a_classifier_in_one_line(
-    tmp_path, tiny_tokenizer, refusal, capsys
-):
+def test_what_needs_a_language_head_refuses_a_classifier(tmp_path, tiny_tokenizer, refusal, capsys):
     stock_classifier("llama", "SequenceClassification").float().save_pretrained(tmp_path / "src")
     tiny_tokenizer.save_pretrained(tmp_path / "src")
     convert_checkpoint(tmp_path / "src", tmp_path / "dst")

@@ -1,6 +1,5 @@
 """`--content-pairs`: which they are, and that every description of a checkpoint has their number."""
 
-import json
 import math
 
 import pytest
@@ -18,7 +17,7 @@ from coca_hf.convert import calibrate
 from coca_hf.convert.config import slow_pairs
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
-from tests.convert.checkpoints import assert_same_weights, record_of, refuses
+from tests.convert.checkpoints import Stop, assert_same_weights, edit_config, record_of, refuses
 from tests.convert.test_families import write_golden
 from tests.models.families import tiny_model, tokens
 
@@ -79,9 +78,7 @@ def test_scaled_angles_count_as_they_are_at_the_longer_length():
     assert slow_pairs(scaled) == slow_pairs(plain)
 
 
-def test_auto_is_a_number_in_the_config_and_does_not_depend_on_a_baked_base(
-    tiny_llama_dir, tmp_path
-):
+def test_auto_is_a_number_in_the_config_whatever_the_baked_base(tiny_llama_dir, tmp_path):
     record = convert_checkpoint(tiny_llama_dir, tmp_path / "coca", content_pairs="auto")
     number = record["content_pairs"]
     assert 0 < number < AutoConfig.from_pretrained(tiny_llama_dir).head_dim // 2
@@ -91,9 +88,8 @@ def test_auto_is_a_number_in_the_config_and_does_not_depend_on_a_baked_base(
     at_once = convert_checkpoint(tiny_llama_dir, tmp_path / "once", content_pairs="auto", **baked)
     assert at_once["content_pairs"] == number
     for asked in ({}, {"content_pairs": "auto"}, {"content_pairs": number}):
-        record = convert_checkpoint(
-            tmp_path / "coca", tmp_path / "long", overwrite=True, **baked, **asked
-        )
+        options = {**baked, **asked, "overwrite": True}
+        record = convert_checkpoint(tmp_path / "coca", tmp_path / "long", **options)
         assert record["content_pairs"] == number
     message = f"--content-pairs: got {number - 1}, expected {number}, the source's"
     refuses(message, tmp_path / "coca", tmp_path / "x", **baked, content_pairs=number - 1)
@@ -121,54 +117,49 @@ def test_models_in_the_released_layout_are_refused(tmp_path):
     refuses(message, tmp_path / "released", tmp_path / "dst", released=True, content_layers=[0])
 
 
-@pytest.mark.parametrize("given", ["x", "", "-1", "1.5", "3,4"])
-def test_other_values_are_refused(given, tiny_llama_dir, tmp_path, refusal):
-    printed = refusal(tiny_llama_dir, tmp_path / "dst", f"--content-pairs={given}")
-    assert f"--content-pairs: got {given!r}, expected how many of a head's pairs" in printed
-
-
-@pytest.mark.parametrize("given", ["3", "6:out", "x", "1,y"])
-def test_other_content_layers_are_refused(given, tiny_llama_dir, tmp_path, refusal):
-    printed = refusal(tiny_llama_dir, tmp_path / "dst", f"--content-layers={given}")
-    assert f"--content-layers: got {given!r}, expected layers by number" in printed
+@pytest.mark.parametrize(
+    ("option", "given"),
+    [
+        *(("pairs", given) for given in ("x", "", "-1", "1.5", "3,4")),
+        *(("layers", given) for given in ("3", "6:out", "x", "1,y")),
+    ],
+)
+def test_other_values_are_refused(option, given, tiny_llama_dir, tmp_path, refusal):
+    printed = refusal(tiny_llama_dir, tmp_path / "dst", f"--content-{option}={given}")
+    expected = {"pairs": "how many of a head's pairs", "layers": "layers by number"}[option]
+    assert f"--content-{option}: got {given!r}, expected {expected}" in printed
 
 
 def test_auto_needs_a_calibration(tiny_llama_dir, tmp_path, refusal, calibrating, converts):
     printed = refusal(tiny_llama_dir, tmp_path / "dst", "--content-layers=auto")
-    assert (
-        "--content-layers: got 'auto', expected numbers of layers, or auto with --calib" in printed
-    )
+    message = "--content-layers: got 'auto', expected numbers of layers, or auto with --calib"
+    assert message in printed
     text = calibrating["calibrate_on"]
-    options = ["--calibrate", text, "--calibrate-block", "32", "--calibrate-tokens", "256"]
-    options += ["--content-layers", "auto"]
-    printed = converts(tiny_llama_dir, tmp_path / "dst", *options, "--dry-run")
+    options = ["--calibrate-block", 32, "--calibrate-tokens", 256, "--content-layers", "auto"]
+    options += ["--calibrate", text, "--dry-run"]
+    printed = converts(tiny_llama_dir, tmp_path / "dst", *options)
     assert "every second of the pairs in those that calibration finds" in printed
 
 
 def test_content_layers_exist_once_and_are_not_kept(tiny_llama_dir, tmp_path):
-    for message, options in {
-        r"--content-layers: .*coca_content_layers is \[1, 7\], expected .* from 0 to 2": {
-            "content_layers": [7, 1]
-        },
-        "--content-layers: got layer 1 more than once": {"content_layers": [1, 2, 1]},
-        r"--content-layers: got layers \[1\], which --keep-layers keeps": {
-            "content_layers": [1, 2],
-            "keep_layers": [0, 1],
-        },
-    }.items():
-        refuses(message, tiny_llama_dir, tmp_path / "dst", **options)
+    paths = tiny_llama_dir, tmp_path / "dst"
+    message = r"--content-layers: .*coca_content_layers is \[1, 7\], expected .* from 0 to 2"
+    refuses(message, *paths, content_layers=[7, 1])
+    message = "--content-layers: got layer 1 more than once"
+    refuses(message, *paths, content_layers=[1, 2, 1])
+    message = r"--content-layers: got layers \[1\], which --keep-layers keeps"
+    refuses(message, *paths, content_layers=[1, 2], keep_layers=[0, 1])
+    original = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
     message = r"--content-layers: .*has layers \[1\], which keep the original's attention, expected"
     with pytest.raises(CocaError, match=message):
-        patch_(
-            AutoModelForCausalLM.from_pretrained(tiny_llama_dir),
-            keep_layers=[1],
-            content_layers=[1],
-        )
+        patch_(original, keep_layers=[1], content_layers=[1])
 
 
 def test_ranked_layers_that_are_kept_have_no_content_pairs(tiny_llama_dir, calibrating, tmp_path):
-    options = {"keep_layers": 1, "content_layers": [0, 1, 2]}
-    record = convert_checkpoint(tiny_llama_dir, tmp_path / "dst", **calibrating, **options)
+    paths, options = (tiny_llama_dir, tmp_path / "dst"), {**calibrating, "keep_layers": 1}
+    plan = convert_checkpoint(*paths, **options, content_layers=[0], dry_run=True)
+    assert plan["content_layers"] == [0]
+    record = convert_checkpoint(*paths, **options, content_layers=[0, 1, 2])
     assert sorted(record["kept_layers"] + record["content_layers"]) == [0, 1, 2]
 
 
@@ -186,11 +177,8 @@ def test_layers_that_are_converted_later_may_be_content_layers(tiny_llama_dir, t
 
 
 def test_more_than_a_head_has_are_refused(tiny_llama_dir, tmp_path):
-    pairs = AutoConfig.from_pretrained(tiny_llama_dir).head_dim // 2
-    message = (
-        f"--content-pairs: .*coca_content_pairs is .*, expected 0 to the {pairs} pairs of a head"
-    )
-    for number in (pairs + 1, -1):
+    message = "--content-pairs: .*coca_content_pairs is .*, expected 0 to the 4 pairs of a head"
+    for number in (5, -1):
         refuses(message, tiny_llama_dir, tmp_path / "dst", content_pairs=number)
         with pytest.raises(CocaError, match=message):
             patch_(AutoModelForCausalLM.from_pretrained(tiny_llama_dir), content_pairs=number)
@@ -200,8 +188,7 @@ def test_more_than_a_head_has_are_refused(tiny_llama_dir, tmp_path):
 
 def test_a_checkpoint_with_fields_of_another_version_is_not_loaded(tiny_llama_dir, tmp_path):
     convert_checkpoint(tiny_llama_dir, tmp_path / "dst")
-    file = tmp_path / "dst/config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"coca_other_pairs": 1}))
+    edit_config(tmp_path / "dst", coca_other_pairs=1)
     message = "coca_other_pairs is unknown to this version"
     for load in (AutoConfig.from_pretrained, AutoModelForCausalLM.from_pretrained):
         with pytest.raises(ValueError, match=message):
@@ -236,30 +223,25 @@ def test_auto_chooses_the_layers_that_a_short_fit_brings_nearer(
     assert len(expected) == 1
     assert record["content_layers"] == expected
 
-    class Interrupted(Exception):
-        pass
-
     def interrupt(progress):
         if progress.layers_done == 2:
-            raise Interrupted
+            raise Stop
 
-    resumed = {**options, "content_layers": "auto"}
-    with pytest.raises(Interrupted):
-        convert_checkpoint(
-            tiny_llama_dir, tmp_path / "again", **resumed, calibrate_progress=interrupt
-        )
-    convert_checkpoint(tiny_llama_dir, tmp_path / "again", **resumed)
+    again = tiny_llama_dir, tmp_path / "again"
+    options["content_layers"] = "auto"
+    with pytest.raises(Stop):
+        convert_checkpoint(*again, **options, calibrate_progress=interrupt)
+    convert_checkpoint(*again, **options)
     assert_same_weights(tmp_path / "again", tmp_path / "auto")
     assert record_of(tmp_path / "again", "config.json")["coca_content_layers"] == expected
-    options["keep_layers"] = record["kept_layers"]
-    convert_checkpoint(tiny_llama_dir, tmp_path / "named", **options, content_layers=expected)
+    options |= {"keep_layers": record["kept_layers"], "content_layers": expected}
+    convert_checkpoint(tiny_llama_dir, tmp_path / "named", **options)
     assert_same_weights(tmp_path / "named", tmp_path / "auto")
 
 
 def test_a_field_of_another_version_that_is_not_set_is_dropped(tiny_llama_dir, tmp_path):
     convert_checkpoint(tiny_llama_dir, tmp_path / "dst")
-    file = tmp_path / "dst/config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"coca_other_layers": []}))
+    edit_config(tmp_path / "dst", coca_other_layers=[])
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "dst").config
     assert "coca_other_layers" not in config.to_dict()
     convert_checkpoint(tmp_path / "dst", tmp_path / "again", log_scale=0.05)
@@ -302,11 +284,3 @@ def test_the_cache_has_angles_for_each_kind_of_content_pairs(tiny_llama_dir, tmp
         held = sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values))
         assert held == 9 * record["kv_cache_bytes_per_token"]["after"]
         assert held == 9 * inspect_checkpoint(tmp_path / name)["kv_bytes_per_token"]
-
-
-def test_a_dry_run_with_ranked_layers_names_the_content_layers(
-    tiny_llama_dir, calibrating, tmp_path
-):
-    options = {**calibrating, "keep_layers": 1, "content_layers": [0]}
-    plan = convert_checkpoint(tiny_llama_dir, tmp_path / "dst", **options, dry_run=True)
-    assert plan["content_layers"] == [0]

@@ -28,9 +28,8 @@ IDS = torch.arange(60).view(2, 30) * 5 % 251
 
 def llama(**fields):
     torch.manual_seed(1)
-    return LlamaForCausalLM(
-        LlamaConfig(**(TINY | {"vocab_size": 259, "initializer_range": 0.2} | fields))
-    ).eval()
+    fields = TINY | {"vocab_size": 259, "initializer_range": 0.2} | fields
+    return LlamaForCausalLM(LlamaConfig(**fields)).eval()
 
 
 def saved(model, directory, **options):
@@ -66,11 +65,8 @@ def test_max_shard_size_is_honoured_and_the_shards_load(tmp_path, tiny_llama_dir
         assert sum(tensor.nbytes for tensor in tensors.values()) <= 50_000 or len(tensors) == 1
     index = record_of(tmp_path / "dst", "model.safetensors.index.json")
     assert index["metadata"]["total_size"] > 50_000
-    logits = [
-        AutoModelForCausalLM.from_pretrained(directory)(IDS).logits
-        for directory in (tmp_path / "dst", tiny_coca_dir)
-    ]
-    assert torch.equal(*logits)
+    models = map(AutoModelForCausalLM.from_pretrained, (tmp_path / "dst", tiny_coca_dir))
+    assert torch.equal(*(model(IDS).logits for model in models))
 
 
 @pytest.mark.parametrize(
@@ -79,9 +75,7 @@ def test_max_shard_size_is_honoured_and_the_shards_load(tmp_path, tiny_llama_dir
 def test_dtype_is_the_sources_or_the_one_asked_for(tmp_path, dtype, expected):
     saved(llama().half(), tmp_path / "src")
     record = convert_checkpoint(tmp_path / "src", tmp_path / "dst", dtype=dtype)
-    assert {
-        tensor.dtype for tensor in load_file(tmp_path / "dst" / "model.safetensors").values()
-    } == {expected}
+    assert {tensor.dtype for tensor in weights_of(tmp_path / "dst").values()} == {expected}
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "dst").dtype == expected
     assert record["dtype"] == str(expected).removeprefix("torch.")
 
@@ -109,12 +103,17 @@ def test_a_dtype_too_narrow_for_the_numbers_is_refused_by_tensor(tmp_path):
     refuses(message, source, tmp_path / "dst", **half)
     convert_checkpoint(source, tmp_path / "bfloat16", dtype="bfloat16")
     edit_weights(source, lambda w: [w[down][3, 5].fill_(0), w[key].mul_(1e-12)])
-    message = (
-        "layers.2.self_attn.t_proj.weight: .* which in float16 are zero or nearly so; expected"
-    )
+    message = "layers.2.self_attn.t_proj.weight: .* which in float16 are zero or nearly so; exp"
     refuses(message, source, tmp_path / "dst", **half)
     refuses(message, source, tmp_path / "dst", **half, dry_run=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bfloat16", "src"]
+
+
+def largest_folded(q, constraint):
+    """The largest number in these 500 queries, each folded with the rotation by another angle."""
+    angles = torch.linspace(0, 6.3, 500)[None, None, :, None].expand(1, 1, 500, q.shape[-1] // 2)
+    cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+    return coca_query(q, cos, sin, constraint).abs().max()
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16])
@@ -147,12 +146,9 @@ def test_a_query_bias_whose_pairs_float16_cannot_square_is_refused(
     assert type(model) is LlamaForCausalLM
     patch_(copy.deepcopy(model), constraint, keep_layers=[1])
     patch_(model.bfloat16(), constraint)
-    q = torch.zeros(1, 1, 1, 2 * half)
+    q = torch.zeros(1, 1, 500, 2 * half)
     q[..., 1] = q[..., 1 + half] = fits  # the worst angle rotates the pair onto its larger product
-    angles = torch.linspace(0, 6.3, 500)
-    cos, sin = (f(angles)[None, :, None].expand(1, 500, half) for f in (torch.cos, torch.sin))
-    folded = coca_query(q.expand(1, 1, 500, -1), cos[:, None], sin[:, None], constraint)
-    assert 0.9 * 65504 < folded.abs().max() < 65504
+    assert 0.9 * 65504 < largest_folded(q, constraint) < 65504
 
 
 def test_a_norm_of_queries_whose_square_float16_cannot_hold_is_refused(tmp_path):
@@ -163,14 +159,8 @@ def test_a_norm_of_queries_whose_square_float16_cannot_hold_is_refused(tmp_path)
     held = AutoModelForCausalLM.from_pretrained(tmp_path / "held", dtype=torch.float16)
     q = torch.zeros(1, 1, 500, d, dtype=torch.float16)
     q[..., 3] = 5  # a query in a single number, which the norm scales to sqrt(d)
-    angles = torch.linspace(0, 6.3, 500)
-    cos, sin = (
-        f(angles)[None, None, :, None].expand(1, 1, 500, d // 2).half()
-        for f in (torch.cos, torch.sin)
-    )
-    folded = coca_query(held.model.layers[1].self_attn.q_norm(q), cos, sin, "slack")
-    assert 0.9 * 65504 < folded.abs().max() < 65504
-
+    normed = held.model.layers[1].self_attn.q_norm(q)
+    assert 0.9 * 65504 < largest_folded(normed, "slack") < 65504
     edit_weights(source, lambda w: w[name][3].fill_(-278))
     refusal = rf"tensor {name}: got queries up to 1040.18, whose squares float16 cannot hold, expected at most 1024"
     refuses(refusal, source, tmp_path / "dst", dtype="float16")
@@ -191,24 +181,18 @@ def test_a_start_too_small_for_float16_is_refused_there_and_written_in_float32(t
         attention.k_proj.weight[heads] *= 1e-4
         attention.q_proj.weight[heads.start * 3 : heads.stop * 3] *= 100
     source, name = saved(model.half(), tmp_path / "src"), "model.layers.1.self_attn.t_proj.weight"
-    for refused in (
-        lambda: convert_checkpoint(source, tmp_path / "dst"),
-        lambda: patch_(LlamaForCausalLM.from_pretrained(source, dtype=torch.float16)),
-    ):
-        with pytest.raises(
-            CocaError, match=rf"{name}: got numbers .* in float16 are zero or nearly so; expected"
-        ):
-            refused()
+    message = rf"{name}: got numbers .* in float16 are zero or nearly so; expected"
+    refuses(message, source, tmp_path / "dst")
+    with pytest.raises(CocaError, match=message):
+        patch_(LlamaForCausalLM.from_pretrained(source, dtype=torch.float16))
     record = convert_checkpoint(source, tmp_path / "dst", dtype="float32")
-    weights, made = (
-        load_file(directory / "model.safetensors") for directory in (source, tmp_path / "dst")
-    )
+    weights, made = map(weights_of, (source, tmp_path / "dst"))
     keys = weights[name.replace("t_proj", "k_proj")].double().view(2, 2, 4, 48)
     expected = keys.mean(1) * torch.tensor(record["start"]["scales"][1])[:, None, None]
     assert expected.flatten(0, 1)[slice(heads.start // 2, heads.stop // 2)].abs().max() < 1e-6
     torch.testing.assert_close(made[name], expected.flatten(0, 1).float(), rtol=1e-6, atol=0)
     convert_checkpoint(source, tmp_path / "bfloat16", dtype="bfloat16")
-    got = load_file(tmp_path / "bfloat16" / "model.safetensors")[name]
+    got = weights_of(tmp_path / "bfloat16")[name]
     torch.testing.assert_close(got, expected.flatten(0, 1).bfloat16(), rtol=1e-2, atol=0)
 
 
@@ -219,14 +203,12 @@ def test_an_untied_head_is_kept_although_the_config_calls_it_tied(tmp_path, fami
     case = "neox-partial" if family == "gpt_neox" else "llama"
     source = saved(stock_model(case, **fields), tmp_path / "src")
     embedding = next(t for name, t in weights_of(source).items() if "embed" in name)
-    stored = {"other": torch.randn(embedding.shape), "equal": embedding.clone(), "absent": None}[
-        head
-    ]
-    if stored is not None:
+    stored = torch.randn(embedding.shape) if head == "other" else embedding.clone()
+    if head != "absent":
         edit_weights(source, lambda w: w.update({"lm_head.weight": stored}))
     convert_checkpoint(source, tmp_path / "dst")
     got = AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
-    assert torch.equal(got.lm_head.weight, stored if head == "other" else embedding)
+    assert torch.equal(got.lm_head.weight, stored)
     assert got.config.tie_word_embeddings is (head != "other")
     assert (got.lm_head.weight is got.model.embed_tokens.weight) is (head != "other")
     assert ("lm_head.weight" in weights_of(tmp_path / "dst")) is (head == "other")
@@ -252,26 +234,22 @@ def test_released_full_width_layout_is_folded_and_gives_its_logits(tmp_path, cas
 
 
 def test_record_says_what_was_converted_and_by_which_rule(tiny_llama_dir, tiny_coca_dir):
-    record = json.loads((tiny_coca_dir / "conversion.json").read_text())
+    record = record_of(tiny_coca_dir)
     model = AutoModelForCausalLM.from_pretrained(tiny_coca_dir)
     count = {name: parameter.numel() for name, parameter in model.named_parameters()}
     total = sum(count.values())
     assert record["source"] == tiny_llama_dir.name
     tensors = load_file(tiny_llama_dir / "model.safetensors")
-    hashes = {
-        name: xxhash.xxh3_128_hexdigest(tensors[name].numpy().tobytes()) for name in sorted(tensors)
-    }
-    assert record["source_xxh3_128"] == xxhash.xxh3_128_hexdigest(json.dumps(hashes).encode())
+    digest = xxhash.xxh3_128_hexdigest
+    hashes = {name: digest(tensors[name].numpy().tobytes()) for name in sorted(tensors)}
+    assert record["source_xxh3_128"] == digest(json.dumps(hashes).encode())
     assert record["parameters"]["after"] == total == record["parameters"]["before"] - 3 * 2 * 4 * 48
-    t_share = sum(n for name, n in count.items() if "t_proj" in name) / total
-    assert record["trainable_fraction"]["k"] == pytest.approx(t_share)
-    qtv = (
-        sum(
-            n for name, n in count.items() if any(p in name for p in ("q_proj", "t_proj", "v_proj"))
-        )
-        / total
+    of_q, of_t, of_v = (
+        sum(number for name, number in count.items() if part in name)
+        for part in ("q_proj", "t_proj", "v_proj")
     )
-    assert record["trainable_fraction"]["qkv"] == pytest.approx(qtv)
+    assert record["trainable_fraction"]["k"] == pytest.approx(of_t / total)
+    assert record["trainable_fraction"]["qkv"] == pytest.approx((of_q + of_t + of_v) / total)
     assert record["kv_cache_bytes_per_token"]["before"] == 3 * 2 * 2 * 8 * 4
     assert [len(scales) for scales in record["start"]["scales"]] == [2, 2, 2]
     assert "fold(W_K)" in record["start"]["rule"]

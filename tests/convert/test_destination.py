@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -33,14 +34,16 @@ def old(tmp_path):
     return tmp_path / "dst"
 
 
+def link_to_theirs(dst):
+    write(dst.parent / "elsewhere" / "a.txt", "theirs")
+    dst.symlink_to("elsewhere")
+
+
 APPEARS = {
     "a checkpoint": lambda dst: write(dst / "config.json", "theirs"),
     "a directory": lambda dst: write(dst / "letters" / "a.txt", "theirs"),
     "a file": lambda dst: write(dst, "theirs"),
-    "a link": lambda dst: [
-        write(dst.parent / "elsewhere" / "a.txt", "theirs"),
-        dst.symlink_to("elsewhere"),
-    ],
+    "a link": link_to_theirs,
 }
 
 
@@ -108,9 +111,7 @@ def test_what_takes_the_place_of_a_checkpoint_that_is_being_replaced_is_kept_bes
     assert (old / "config.json").read_text() == "old"
 
 
-def test_what_is_left_of_a_replaced_checkpoint_is_removed_by_the_next_run(
-    tiny_llama_dir, tmp_path, old
-):
+def test_the_rest_of_a_replaced_checkpoint_goes_with_the_next_run(tiny_llama_dir, tmp_path, old):
     """The state after a kill that follows the second rename."""
     shutil.copytree(old, tmp_path / ".dst.incomplete" / "replaced")
     convert_checkpoint(tiny_llama_dir, old, overwrite=True)
@@ -122,35 +123,33 @@ def link_elsewhere(dst):
     dst.symlink_to("other")
 
 
-PLACES = {
-    "an empty directory": (lambda dst: dst.mkdir(), False, "exists and is left as it is"),
-    "a file": (lambda dst: dst.touch(), True, "--overwrite only replaces checkpoints"),
-    "a directory of letters": (
-        lambda dst: write(dst / "letters.txt", "mine"),
-        *(True, "--overwrite only replaces checkpoints, directories with a config.json"),
+PLACES = {  # with --overwrite, except for the first
+    "exists and is left as it is": lambda dst: dst.mkdir(),
+    "--overwrite only replaces checkpoints": lambda dst: dst.touch(),
+    "--overwrite only replaces checkpoints, directories with a config.json": (
+        lambda dst: write(dst / "letters.txt", "mine")
     ),
-    "a link": (lambda dst: dst.symlink_to("source"), True, "is the source itself"),
-    "a link elsewhere": (link_elsewhere, True, "dst: is a link to other; name the directory itse"),
-    "a dangling link": (lambda dst: dst.symlink_to("none"), True, "dst: is a link to none"),
+    "is the source itself": lambda dst: dst.symlink_to("source"),
+    "dst: is a link to other; name the directory itse": link_elsewhere,
+    "dst: is a link to none": lambda dst: dst.symlink_to("none"),
 }
 
 
-@pytest.mark.parametrize(("make", "overwrite", "message"), PLACES.values(), ids=PLACES.keys())
+@pytest.mark.parametrize("message", PLACES)
 def test_a_destination_that_cannot_be_replaced_is_refused_before_the_source_is_opened(
-    tiny_llama_dir, tmp_path, monkeypatch, make, overwrite, message
+    tiny_llama_dir, tmp_path, monkeypatch, message
 ):
     (tmp_path / "source").symlink_to(tiny_llama_dir)
-    make(tmp_path / "dst")
+    PLACES[message](tmp_path / "dst")
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.setattr("coca_hf.convert.conversion.open_source", None)
+    overwrite = "is left as it is" not in message
     refuses(message, tmp_path / "source", tmp_path / "dst", overwrite=overwrite)
     assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("name", ["dst", "a b\\c"])
-def test_a_mount_point_is_refused_before_the_source_is_opened(
-    tmp_path, tiny_llama_dir, monkeypatch, name
-):
+def test_a_mount_point_is_refused_before_the_work(tmp_path, tiny_llama_dir, monkeypatch, name):
     dst = tmp_path / name
     write(dst / "config.json", "old")
     mounted = subprocess.run(["mount", "--bind", dst, dst], capture_output=True, check=False)
@@ -191,41 +190,30 @@ def link_directory(path, victim):
     path.symlink_to(victim)
 
 
-def link_shard(kind):
-    def link(path, victim):
-        shard = sorted(path.glob("model*.safetensors"))[0]
-        link_file(kind)(shard, victim)
-        # damaged, so it is written again in the same place
-        with (victim / "a.txt").open("ab") as file:
-            file.write(b"mine")
-
-    return link
+def link_shard(kind, path, victim):
+    link_file(kind, sorted(path.glob("model*.safetensors"))[0], victim)
+    # damaged, so it is written again in the same place
+    with (victim / "a.txt").open("ab") as file:
+        file.write(b"mine")
 
 
-def link_file(kind):
-    def link(path, victim):
-        (victim / "a.txt").write_bytes(path.read_bytes() if path.exists() else b"mine")
-        path.unlink(missing_ok=True)
-        kind(victim / "a.txt", path)
-
-    return link
+def link_file(kind, path, victim):
+    (victim / "a.txt").write_bytes(path.read_bytes() if path.exists() else b"mine")
+    path.unlink(missing_ok=True)
+    kind(victim / "a.txt", path)
 
 
-LINKS = {
-    "checkpoint": ("checkpoint", link_directory),
-    "calibrated": ("calibrated", link_directory),
-    "shard": ("checkpoint", link_shard(os.symlink)),
-    "shard with another name": ("checkpoint", link_shard(os.link)),
-    "manifest": ("manifest.jsonl", link_file(os.symlink)),
-    "manifest with another name": ("manifest.jsonl", link_file(os.link)),
-    "lock": ("lock", link_file(os.symlink)),
-    "lock with another name": ("lock", link_file(os.link)),
-    "pipe": ("manifest.jsonl", lambda path, victim: [path.unlink(), os.mkfifo(path)]),
-}
+LINKS = [
+    *((name, link_directory) for name in ("checkpoint", "calibrated")),
+    *(("checkpoint", partial(link_shard, kind)) for kind in (os.symlink, os.link)),
+    *(("manifest.jsonl", partial(link_file, kind)) for kind in (os.symlink, os.link)),
+    *(("lock", partial(link_file, kind)) for kind in (os.symlink, os.link)),
+    ("manifest.jsonl", lambda path, victim: [path.unlink(), os.mkfifo(path)]),
+]
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize(("name", "prepare"), LINKS.values(), ids=LINKS.keys())
+@pytest.mark.parametrize(("name", "prepare"), LINKS)
 def test_a_staging_directory_with_a_link_in_it_is_refused_and_what_it_leads_to_kept(
     tiny_llama_dir, tmp_path, interrupted, name, prepare
 ):
@@ -254,9 +242,7 @@ def test_the_staging_directory_is_private_and_the_destination_follows_the_umask(
 
 
 @pytest.mark.parametrize("dst", ["", ".", "..", "x/.."])
-def test_a_destination_without_a_name_of_its_own_is_refused(
-    tiny_llama_dir, tmp_path, monkeypatch, dst
-):
+def test_a_destination_without_a_name_is_refused(tiny_llama_dir, tmp_path, monkeypatch, dst):
     write(tmp_path / "config.json", "old")
     (tmp_path / "x").mkdir()
     monkeypatch.chdir(tmp_path / "x")
@@ -264,42 +250,29 @@ def test_a_destination_without_a_name_of_its_own_is_refused(
     assert (tmp_path / "config.json").read_text() == "old"
 
 
-def test_a_conversion_that_is_refused_leaves_no_directory_on_the_way_to_its_destination(
-    tiny_llama_dir, tmp_path
-):
+def test_a_refused_conversion_leaves_no_directory_above_its_destination(tiny_llama_dir, tmp_path):
     refuses("no such directory", "no/such/source", tmp_path / "a" / "b" / "dst")
     assert not list(tmp_path.iterdir())
     convert_checkpoint(tiny_llama_dir, tmp_path / "a" / "b" / "dst")
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["dst"]
 
 
-def test_a_source_in_the_staging_directory_of_its_destination_is_refused(
-    tiny_llama_dir, tmp_path, interrupted
-):
+def test_a_source_in_its_own_staging_directory_is_refused(tiny_llama_dir, tmp_path, interrupted):
     before = files_of(interrupted)
     message = r"\.dst\.incomplete: is the source itself or holds it"
     refuses(message, interrupted / "checkpoint", tmp_path / "dst")
     assert files_of(interrupted) == before
 
 
-@pytest.mark.parametrize("directory", [".git", "runs"])
-def test_overwrite_deletes_no_directory_that_is_no_part_of_a_checkpoint(
-    directory, tiny_llama_dir, old
-):
-    (old / directory).mkdir()
-    message = f"--overwrite would delete {directory}, which is no part of a checkpoint"
+@pytest.mark.parametrize("name", [".git", "runs", "additional_chat_templates/notes.txt"])
+def test_overwrite_deletes_nothing_that_is_no_part_of_a_checkpoint(name, tiny_llama_dir, old):
+    write(old / name, "mine") if name.endswith(".txt") else (old / name).mkdir()
+    before = files_of(old)
+    message = f"--overwrite would delete {name}, which is no part of a checkpoint"
     refuses(message, tiny_llama_dir, old, overwrite=True)
-    assert (old / directory).is_dir()
-    (old / directory).rmdir()
+    assert files_of(old) == before
+    (old / name).unlink() if name.endswith(".txt") else (old / name).rmdir()
     convert_checkpoint(tiny_llama_dir, old, overwrite=True)
-
-
-def test_overwrite_deletes_no_other_file_beside_chat_templates(tiny_llama_dir, old):
-    notes = old / "additional_chat_templates" / "notes.txt"
-    write(notes, "mine")
-    message = "--overwrite would delete additional_chat_templates/notes.txt, which is no part of a"
-    refuses(message, tiny_llama_dir, old, overwrite=True)
-    assert notes.read_text() == "mine"
 
 
 def test_overwrite_deletes_no_text_that_it_is_calibrated_on(tiny_llama_dir, old, text):
@@ -312,13 +285,12 @@ def test_overwrite_deletes_no_text_that_it_is_calibrated_on(tiny_llama_dir, old,
 def test_a_replaced_checkpoint_that_cannot_be_removed_does_not_undo_the_new_one(
     tiny_llama_dir, old, monkeypatch
 ):
-    def refuse(path, *args, **options):
+    def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
     remove = shutil.rmtree
-    monkeypatch.setattr(
-        shutil, "rmtree", lambda path: (refuse if path.name == "replaced" else remove)(path)
-    )
+    by_name = {"replaced": refuse}
+    monkeypatch.setattr(shutil, "rmtree", lambda path: by_name.get(path.name, remove)(path))
     message = r"dst: is written; but what is left .* cannot be removed: .*replaced"
     refuses(message, tiny_llama_dir, old, overwrite=True)
     assert record_of(old, "config.json")["model_type"] == "coca_llama"
@@ -331,10 +303,8 @@ def convert_killed(src, dst, number):
     def hook(event, args):
         if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"):
             paths = [os.fsdecode(arg) for arg in args if isinstance(arg, (str, bytes, os.PathLike))]
-            if (
-                any(path == places[0] or places[1] in path for path in paths)
-                and next(events) == number
-            ):
+            touched = any(path == places[0] or places[1] in path for path in paths)
+            if touched and next(events) == number:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)

@@ -33,9 +33,7 @@ from tests.models.test_golden import GOLDEN
 
 
 @EVERY_CASE_UNDER_ONE_CONSTRAINT
-def test_converted_checkpoint_loads_clean_and_gives_the_logits_of_the_reference(
-    converted, case, constraint
-):
+def test_converted_checkpoint_loads_clean_and_has_the_reference_logits(converted, case, constraint):
     src, dst, record = converted(case, constraint)
     model, info = AutoModelForCausalLM.from_pretrained(dst, output_loading_info=True)
     assert not any(info.values())
@@ -69,9 +67,8 @@ def test_patched_model_equals_the_converted_checkpoint(converted, case, constrai
     patched = patch_(model, constraint)
     assert patched is model
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    assert torch.equal(
-        patched(tokens()).logits, AutoModelForCausalLM.from_pretrained(dst)(tokens()).logits
-    )
+    loaded = AutoModelForCausalLM.from_pretrained(dst)
+    assert torch.equal(patched(tokens()).logits, loaded(tokens()).logits)
     kept = {id(parameter) for parameter in patched.parameters()}
     layers = [f".{layer}." for layer in patched.config.coca_kept_layers]
     replaced = ("k_proj", "k_norm", "query_key_value", "qkv_proj", "gate_up_proj")
@@ -100,13 +97,10 @@ def test_start_bounds_the_scores_by_the_originals_bound(converted, case, constra
     angle = torch.randn(2, heads, 1, 64, d // 2, generator=generator).requires_grad_()
     optimizer = torch.optim.Adam([x, angle], lr=0.1)
     for _ in range(150):
-        q, t, _ = zip(
-            *(layer.self_attn.project(layer.input_layernorm(side)) for side in x), strict=True
-        )
-        query = coca_query(q[0], angle[0].cos(), angle[0].sin(), constraint)
-        key = coca_key(t[1], angle[1].cos(), angle[1].sin(), constraint).repeat_interleave(
-            heads // g, dim=1
-        )
+        (q, *_), (_, t, _) = (layer.self_attn.project(layer.input_layernorm(side)) for side in x)
+        query = coca_query(q, angle[0].cos(), angle[0].sin(), constraint)
+        key = coca_key(t, angle[1].cos(), angle[1].sin(), constraint)
+        key = key.repeat_interleave(heads // g, dim=1)
         scores = (query * key).sum(-1).diagonal() / QUERY_SCALE  # (64, h)
         optimizer.zero_grad()
         (-scores.sum()).backward()
@@ -213,13 +207,12 @@ def test_it_loads_and_saves_without_coca_hf_if_its_own_code_is_allowed_also_as_a
         assert torch.equal(model.generate(ids, max_new_tokens=9), generated)
         if directory.name == "alibi":
             continue
+        embeddings = model.get_input_embeddings().weight
         for auto in (AutoModelForSequenceClassification, AutoModelForTokenClassification):
             classifier = auto.from_pretrained(f"{directory}-{auto.__name__}").eval()
             logits = torch.load(f"{directory}-{auto.__name__}/logits.pt")
             assert torch.equal(classifier(ids).logits, logits)
-            assert torch.equal(
-                classifier.get_input_embeddings().weight, model.get_input_embeddings().weight
-            )
+            assert torch.equal(classifier.get_input_embeddings().weight, embeddings)
 
 
 @pytest.mark.parametrize("case", ["neox", "neox-dynamic"])
@@ -238,24 +231,16 @@ def test_released_gpt_neox_is_folded_and_gives_its_logits_loss_and_gradient(tmp_
     # (h, halves, j, hidden)
     q, t, v = golden["grad.layers.0.query_key_value"].unflatten(0, (3, 3, 2, 8)).unbind(1)
     attention = model.model.layers[0].self_attn
-    for projection, released in (
-        ("q", q.flatten(0, 2)),
-        ("t", t.sum(1).flatten(0, 1)),
-        ("v", v.flatten(0, 2)),
-    ):
+    expected = {"q": q.flatten(0, 2), "t": t.sum(1).flatten(0, 1), "v": v.flatten(0, 2)}
+    for projection, released in expected.items():
         gradient = getattr(attention, f"{projection}_proj").weight.grad
         assert released.abs().max() > 1e-3
         assert (gradient - released).abs().max() < 1e-5
 
 
 # the released 350M model's config.json has these, too
-RELEASED = {
-    "architectures": ["GPTNeoXForCausalLM"],
-    "initializer_range": 0.02,
-    "torch_dtype": "float16",
-    "transformers_version": "4.26.1",
-    "use_cache": True,
-}
+RELEASED = {"architectures": ["GPTNeoXForCausalLM"], "initializer_range": 0.02, "use_cache": True}
+RELEASED |= {"torch_dtype": "float16", "transformers_version": "4.26.1"}
 
 
 def write_golden(directory, case, **fields):
@@ -285,51 +270,49 @@ def partial_rope(factor):
     return {"rope_parameters": rope}
 
 
+UNSUPPORTED = {
+    "mistral": {
+        "got model_type 'mixtral', supported: 'llama', 'mistral', 'qwen2', 'qw": (
+            {"model_type": "mixtral"}
+        ),
+        "got a CoCA checkpoint already": {"model_type": "coca_mistral"},
+        "is not understood for 'mistral'": {"layer_types": ["full_attention"] * 3},
+    },
+    "llama": {
+        "'olmo2' is refused: its attention reads hidden states that no norm has bounded": (
+            {"model_type": "olmo2"}
+        ),
+        "supported: a window of mistral, qwen2, qwen3": {"sliding_window": 7},
+    },
+    "phi3-window": {
+        "resid_pdrop=0.1 .*: dropout of attention alone": {"resid_pdrop": 0.1},
+        "mlp_bias=True .*: projections without biases": {"mlp_bias": True},
+    },
+    "qwen2": {
+        "use_mrope=True is not .*: one position to a token": {"use_mrope": True},
+        "'chunked_attention' is not supported with CoCA; suppor": (
+            {"layer_types": ["chunked_attention"] * 3}
+        ),
+    },
+    "qwen3": {
+        "num_experts=4 is not understood for 'qwen3'": {"num_experts": 4},
+        "factor 0.43 is not supported with CoCA for 'qwen3'; supported: 1, or less of gpt_neox": (
+            partial_rope(0.43)
+        ),
+    },
+    "neox-partial": {
+        "is not .*; supported: plain float.*; load it deq": {"quantization_config": {"bits": 4}},
+        r"head_dim 32 \* partial_rotary_factor 0.3 is 9, expected an even n": partial_rope(0.3),
+    },
+}
+
+
 @pytest.mark.parametrize(
-    ("case", "fields", "message"),
-    [
-        (
-            "mistral",
-            {"model_type": "mixtral"},
-            "got model_type 'mixtral', supported: 'llama', 'mistral', 'qwen2', 'qw",
-        ),
-        ("mistral", {"model_type": "coca_mistral"}, "got a CoCA checkpoint already"),
-        (
-            "llama",
-            {"model_type": "olmo2"},
-            "'olmo2' is refused: its attention reads hidden states that no norm has bounded",
-        ),
-        ("phi3-window", {"resid_pdrop": 0.1}, "resid_pdrop=0.1 .*: dropout of attention alone"),
-        ("phi3-window", {"mlp_bias": True}, "mlp_bias=True .*: projections without biases"),
-        ("mistral", {"layer_types": ["full_attention"] * 3}, "is not understood for 'mistral'"),
-        ("llama", {"sliding_window": 7}, "supported: a window of mistral, qwen2, qwen3"),
-        ("qwen2", {"use_mrope": True}, "use_mrope=True is not .*: one position to a token"),
-        (
-            "qwen2",
-            {"layer_types": ["chunked_attention"] * 3},
-            "'chunked_attention' is not supported with CoCA; suppor",
-        ),
-        ("qwen3", {"num_experts": 4}, "num_experts=4 is not understood for 'qwen3'"),
-        (
-            "qwen3",
-            partial_rope(0.43),
-            "factor 0.43 is not supported with CoCA for 'qwen3'; supported: 1, or less of gpt_neox",
-        ),
-        (
-            "neox-partial",
-            {"quantization_config": {"bits": 4}},
-            "is not .*; supported: plain float.*; load it deq",
-        ),
-        (
-            "neox-partial",
-            partial_rope(0.3),
-            r"head_dim 32 \* partial_rotary_factor 0.3 is 9, expected an even number",
-        ),
-    ],
+    ("case", "message"), [(case, message) for case in UNSUPPORTED for message in UNSUPPORTED[case]]
 )
-def test_what_coca_does_not_support_is_refused_by_name(tmp_path, converted, case, fields, message):
+def test_what_coca_does_not_support_is_refused_by_name(tmp_path, converted, case, message):
     source = shutil.copytree(converted(case)[0], tmp_path / "src")
-    edit_config(source, **fields)
+    edit_config(source, **UNSUPPORTED[case][message])
     refuses(message, source, tmp_path / "dst")
     assert not (tmp_path / "dst").exists()
 
@@ -352,12 +335,8 @@ def test_a_missing_tensor_is_named(tmp_path, converted, case, name):
 def test_phi3_as_microsoft_writes_it_has_the_logits_of_the_reference(tmp_path):
     """Microsoft's code, older fields, and a partial longrope; 12 of 23 tokens are trained."""
     rope = {"type": "longrope", "short_factor": [1.0, 1.2, 1.5], "long_factor": [2.0, 3.0, 5.0]}
-    fields = {
-        "rope_scaling": rope,
-        "rope_theta": 500.0,
-        "partial_rotary_factor": 0.75,
-        "original_max_position_embeddings": 12,
-    }
+    fields = {"rope_scaling": rope, "rope_theta": 500.0, "partial_rotary_factor": 0.75}
+    fields["original_max_position_embeddings"] = 12
     stock = stock_model("phi3-partial", rope_parameters=..., **fields)
     stock.save_pretrained(tmp_path / "src")
     fields |= {"attention_bias": False, "auto_map": {"AutoConfig": "phi3.Phi3Config"}}

@@ -9,20 +9,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coca_hf import convert_checkpoint
 from coca_hf.convert.config import FAMILIES
+from tests.conftest import TINY
 from tests.convert.checkpoints import refuses
 
 gguf = pytest.importorskip("gguf")
-SHAPE = {
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-    "initializer_range": 0.2,
-}
+SHAPE = TINY | {"intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 8}
+SHAPE["rope_parameters"] = {"rope_type": "default", "rope_theta": 500.0}
+SHAPE["initializer_range"] = 0.2
 CASES = {
     "llama": ("llama", {}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
@@ -37,11 +30,9 @@ CASES = {
 def model(case, tiny_tokenizer):
     family = case if case in FAMILIES else "llama"
     fields = SHAPE | CASES[case][1] | {"vocab_size": len(tiny_tokenizer) + 2}
-    config = FAMILIES[family].config(
-        **{name: value for name, value in fields.items() if value is not ...}
-    )
+    given = {name: value for name, value in fields.items() if value is not ...}
     torch.manual_seed(4)
-    model = FAMILIES[family].causal_lm(config)
+    model = FAMILIES[family].causal_lm(FAMILIES[family].config(**given))
     for parameter in model.parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
@@ -65,26 +56,22 @@ def write_gguf(file, model, arch, tokenizer, change=lambda writer: None, without
     vocab = [*sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get), "ab", "cd"]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(vocab)
-    writer.add_token_types(
-        [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(vocab) - 3)
-    )
+    kinds = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(vocab) - 3)
+    writer.add_token_types(kinds)
     writer.add_token_merges(["a b", "c d"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)  # Phi-3's default is beyond this vocabulary
+    heads_of = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name == without or (name == "lm_head.weight" and config.tie_word_embeddings):
             continue
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
-            name.split(".")[-2]
-        )
+        heads = heads_of.get(name.split(".")[-2])
         if arch == "llama" and heads:  # llama.cpp rotates neighbouring numbers, not halves
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-        writer.add_tensor(
-            names.get_name(name, try_suffixes=(".weight", ".bias")),
-            np.ascontiguousarray(tensor.numpy()),
-        )
+        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        writer.add_tensor(theirs, np.ascontiguousarray(tensor.numpy()))
     change(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -93,17 +80,14 @@ def write_gguf(file, model, arch, tokenizer, change=lambda writer: None, without
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_gguf_file_converts_to_the_weights_of_its_safetensors_original(
-    case, model, tiny_tokenizer, tmp_path
-):
+def test_a_gguf_file_converts_to_the_weights_of_its_original(case, model, tiny_tokenizer, tmp_path):
     model.save_pretrained(tmp_path / "original")
     write_gguf(tmp_path / "model.gguf", model, CASES[case][0], tiny_tokenizer)
     convert_checkpoint(tmp_path / "original", tmp_path / "expected", max_shard_size="100KB")
     record = convert_checkpoint(tmp_path / "model.gguf", tmp_path / "dst")
     assert record["source_format"] == "gguf"
-    made, expected = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("dst", "expected")
-    )
+    places = tmp_path / "dst", tmp_path / "expected"
+    made, expected = map(AutoModelForCausalLM.from_pretrained, places)
     assert type(made) is FAMILIES[CASES[case][0]].coca_causal_lm
     assert made.state_dict().keys() == expected.state_dict().keys()
     for name, tensor in expected.state_dict().items():
@@ -111,23 +95,18 @@ def test_a_gguf_file_converts_to_the_weights_of_its_safetensors_original(
     ids = torch.arange(50)[None]
     assert torch.equal(made(ids).logits, expected(ids).logits)
     text = "Ay, but to die, and go we know not where"
-    assert (
-        AutoTokenizer.from_pretrained(tmp_path / "dst")(text).input_ids[-5:]
-        == tiny_tokenizer(text).input_ids[-5:]
-    )
+    tokenizers = AutoTokenizer.from_pretrained(tmp_path / "dst"), tiny_tokenizer
+    ours, theirs = (tokenizer(text).input_ids for tokenizer in tokenizers)
+    assert ours[-5:] == theirs[-5:]
 
 
 CHANGES = {
-    "rope_freqs.weight": lambda writer: writer.add_tensor(
-        "rope_freqs.weight", np.ones(4, np.float32)
-    ),
-    "llama.rope.scaling.type='yarn'": lambda writer: writer.add_rope_scaling_type(
-        gguf.RopeScalingType.YARN
-    ),
-    "llama.rope.scaling.factor=4.0": lambda writer: writer.add_rope_scaling_factor(4.0),
-    "llama.attention.sliding_window=7": lambda writer: writer.add_sliding_window(7),
-    "phi3.rope.dimension_count=6": lambda writer: writer.add_rope_dimension_count(6),
-    "": lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.NONE),
+    "rope_freqs.weight": lambda w: w.add_tensor("rope_freqs.weight", np.ones(4, np.float32)),
+    "llama.rope.scaling.type='yarn'": lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN),
+    "llama.rope.scaling.factor=4.0": lambda w: w.add_rope_scaling_factor(4.0),
+    "llama.attention.sliding_window=7": lambda w: w.add_sliding_window(7),
+    "phi3.rope.dimension_count=6": lambda w: w.add_rope_dimension_count(6),
+    "": lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.NONE),
 }
 
 
@@ -135,9 +114,7 @@ CHANGES = {
     ("case", "change"),
     [("phi3" if change.startswith("phi3") else "llama", change) for change in CHANGES],
 )
-def test_what_transformers_ignores_is_refused_by_name(
-    case, change, model, tiny_tokenizer, tmp_path
-):
+def test_what_transformers_ignores_is_refused(case, change, model, tiny_tokenizer, tmp_path):
     write_gguf(tmp_path / "model.gguf", model, CASES[case][0], tiny_tokenizer, CHANGES[change])
     if not change:
         convert_checkpoint(tmp_path / "model.gguf", tmp_path / "dst")
@@ -148,14 +125,11 @@ def test_what_transformers_ignores_is_refused_by_name(
 
 
 @pytest.mark.parametrize("case", ["llama"])
-def test_tensors_that_transformers_makes_up_or_drops_are_refused(
-    case, model, tiny_tokenizer, tmp_path
-):
+def test_tensors_that_transformers_adds_or_drops_are_refused(case, model, tiny_tokenizer, tmp_path):
     missing = "model.layers.1.mlp.down_proj.weight"
     write_gguf(tmp_path / "a.gguf", model, case, tiny_tokenizer, without=missing)
-    refuses(
-        rf"tensor {missing} is missing; is the checkpoint", tmp_path / "a.gguf", tmp_path / "dst"
-    )
+    message = rf"tensor {missing} is missing; is the checkpoint"
+    refuses(message, tmp_path / "a.gguf", tmp_path / "dst")
 
     def add_norm(writer):
         writer.add_tensor("blk.0.attn_q_norm.weight", np.ones(8, np.float32))

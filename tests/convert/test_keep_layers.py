@@ -21,8 +21,6 @@ from tests.convert.test_families import write_golden
 from tests.models.families import CASES, WINDOW, stock_model, tokens
 
 EVERY_CASE = pytest.mark.parametrize("case", CASES)
-
-
 KEPT = {"kept": (2, 0)}
 
 
@@ -40,28 +38,20 @@ def test_kept_layers_have_the_sources_tensors_and_the_checkpoint_loads_clean(con
     assert torch.equal(patched(tokens()).logits, model(tokens()).logits)
     if CASES[case][0] not in ("gpt_neox", "phi3"):
         before, after = load_file(src / "model.safetensors"), load_file(dst / "model.safetensors")
-        assert {name for name in after if "k_proj" in name or "k_norm" in name} == {
-            name for name in before if ("k_proj" in name or "k_norm" in name) and ".1." not in name
+        kept = {name for name in before if ".1.self_attn.k_" not in name}
+        assert {name for name in after if "self_attn.k_" in name} == {
+            name for name in kept if "self_attn.k_" in name
         }
-        assert all(
-            torch.equal(after[name], tensor)
-            for name, tensor in before.items()
-            if ".1.self_attn.k_" not in name
-        )
+        assert all(torch.equal(after[name], before[name]) for name in kept)
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2-window", "neox-partial"])
 def test_inspect_and_record_state_the_bytes_of_the_cache(converted, case):
     _, dst, record = converted(case, **KEPT)
-    facts, model, ids = (
-        inspect_checkpoint(dst),
-        AutoModelForCausalLM.from_pretrained(dst),
-        tokens(1, 5),
-    )
-    cache = model(ids, use_cache=True).past_key_values
-    assert facts["kv_bytes_per_token"] + facts["kv_bytes_fixed"] // 7 == (
-        sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values)) // 5
-    )
+    facts, model = inspect_checkpoint(dst), AutoModelForCausalLM.from_pretrained(dst)
+    cache = model(tokens(1, 5), use_cache=True).past_key_values
+    held = sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
+    assert facts["kv_bytes_per_token"] + facts["kv_bytes_fixed"] // 7 == held // 5
     if not facts["kv_bytes_fixed"]:
         assert record["kv_cache_bytes_per_token"]["after"] == facts["kv_bytes_per_token"]
         assert record["kv_cache_bytes_per_token"]["before"] == facts["kv_bytes_per_token_standard"]
@@ -74,9 +64,8 @@ def test_a_longer_ntk_base_keeps_the_kept_layers_and_applies_to_them(converted, 
     src, dst, _ = converted(case, **KEPT)
     record = convert_checkpoint(dst, tmp_path / "from-coca", ntk_length=160)
     convert_checkpoint(src, tmp_path / "from-src", ntk_length=160, keep_layers=[0, 2])
-    once, twice = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("from-src", "from-coca")
-    )
+    places = tmp_path / "from-src", tmp_path / "from-coca"
+    once, twice = map(AutoModelForCausalLM.from_pretrained, places)
     assert twice.config.coca_kept_layers == record["kept_layers"] == [0, 2]
     assert torch.equal(once(tokens()).logits, twice(tokens()).logits)
     unbaked = AutoModelForCausalLM.from_pretrained(dst)
@@ -160,13 +149,9 @@ def test_kept_layers_that_the_weights_do_not_have_are_refused(converted, edited,
     kept = shutil.copytree(converted("llama", **KEPT)[1], tmp_path / "kept")
     config = json.loads((kept / "config.json").read_text())
     (kept / "config.json").write_text(json.dumps(config | {"coca_kept_layers": edited}))
-    for options in ({}, {"ntk_length": 160}):
-        refuses(
-            f"tensor {missing if not options or edited != [0, 1, 2] else ''}",
-            kept,
-            tmp_path / "dst",
-            **options,
-        )
+    refuses(f"tensor {missing}", kept, tmp_path / "dst")
+    named = missing if edited != [0, 1, 2] else ""
+    refuses(f"tensor {named}", kept, tmp_path / "dst", ntk_length=160)
 
 
 def test_a_later_conversion_records_the_earlier_ones(tiny_llama_dir, text, tmp_path, converts):
@@ -217,9 +202,7 @@ def test_the_released_layout_has_no_keys_to_keep(tmp_path):
 
 
 @EVERY_CASE
-def test_the_harm_of_a_layer_is_what_its_conversion_alone_changes_in_the_predictions(
-    case, pairs_of, tmp_path
-):
+def test_the_harm_of_a_layer_is_that_of_its_conversion_alone(case, pairs_of, tmp_path):
     original = stock_model(case)
     coca = patch_(copy.copy(original)).eval()
     draw = torch.Generator().manual_seed(1)
@@ -267,29 +250,24 @@ def test_the_command_keeps_the_layers_whose_calibrated_conversion_harms_most(
         assert (tmp_path / "dst" / name).read_bytes() == (tmp_path / "named" / name).read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("given", "calibrate", "message"),
-    [
-        (
-            "1",
-            False,
-            "--keep-layers: got 1 without --calibrate, which measures the harm of an original's "
-            "layers; name the layers, as in 8,17",
-        ),
-        ("auto", False, "--keep-layers: got auto without --calibrate"),
-        ("0", True, "--keep-layers: got 0, expected auto, a number from 1, or a list of layers"),
-        ("4", True, "--keep-layers: got 4, expected at most the model's 3 layers"),
-        *(
-            (given, False, f"--keep-layers: got {given!r}, expected")
-            for given in ("x", "1;2", "", "-1,0", "auto,1")
-        ),
-    ],
-)
+OTHER_VALUES = {
+    "1": "got 1 without --calibrate, which measures the harm of an original's layers; name the "
+    "layers, as in 8,17",
+    "auto": "got auto without --calibrate",
+    "0 --calibrate": "got 0, expected auto, a number from 1, or a list of layers",
+    "4 --calibrate": "got 4, expected at most the model's 3 layers",
+    **{given: f"got {given!r}, expected" for given in ("x", "1;2", "", "-1,0", "auto,1")},
+}
+
+
+@pytest.mark.parametrize("given", OTHER_VALUES)
 def test_other_values_of_keep_layers_are_refused_and_a_number_needs_calibration(
-    given, calibrate, message, tiny_llama_dir, tmp_path, refusal
+    given, tiny_llama_dir, tmp_path, refusal
 ):
-    options = ["--calibrate", tmp_path / "text.txt"] if calibrate else []
-    assert message in refusal(tiny_llama_dir, tmp_path / "dst", *options, f"--keep-layers={given}")
+    value, *options = given.split(" ")
+    options += [tmp_path / "text.txt"] if options else []
+    printed = refusal(tiny_llama_dir, tmp_path / "dst", *options, f"--keep-layers={value}")
+    assert f"--keep-layers: {OTHER_VALUES[given]}" in printed
     assert not list(tmp_path.iterdir())
 
 
@@ -301,24 +279,21 @@ def test_a_number_of_layers_means_those_that_coca_eval_layers_ranks_first(tmp_pa
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert _layers_to_keep(f"2:{tmp_path}") == [2, 0]
-    for given, message in (
-        (f"4:{tmp_path}", "got 4 of the 3 layers that .* ranks, expected fewer"),
-        (f"2:{tmp_path / 'nothing'}", "got no ranking in .*nothing, expected the --out of"),
-    ):
+
+    def refused(message, given):
         with pytest.raises(BadOption, match=message):
             _layers_to_keep(given)
+
+    refused("got 4 of the 3 layers that .* ranks, expected fewer", f"4:{tmp_path}")
+    refused("got no ranking in .*nothing, expected the --out of", f"2:{tmp_path / 'nothing'}")
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write(json.dumps(rows[0] | {"model": "another"}) + "\n")
-    with pytest.raises(
-        BadOption, match=r"got rankings of another, coca in .*, expected one model's"
-    ):
-        _layers_to_keep(f"2:{tmp_path}")
+    refused("got rankings of another, coca in .*, expected one model's", f"2:{tmp_path}")
     (tmp_path / "rows.jsonl").write_text('{"task": "passkey"}\n')
-    with pytest.raises(BadOption, match="got no ranking"):
-        _layers_to_keep(f"2:{tmp_path}")
+    refused("got no ranking", f"2:{tmp_path}")
 
 
-def test_the_command_gives_kept_layers_a_window_and_everything_tells_of_it(
+def test_kept_layers_get_a_window_and_everything_tells_of_it(
     tiny_llama_dir, text, tmp_path, converts
 ):
     dst, options = tmp_path / "dst", ("--keep-layers", "1,", "--keep-window", "6")
@@ -343,20 +318,11 @@ def test_the_command_gives_kept_layers_a_window_and_everything_tells_of_it(
     later = convert_checkpoint(dst, tmp_path / "later")
     assert "kept_window" not in later
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "later").config.coca_kept_window is None
-    longer = convert_checkpoint(
-        dst, tmp_path / "longer", ntk_length=2048, keep_window=6, keep_layers=[1]
-    )
-    assert longer["kept_window"] == 6
-    calibrated = convert_checkpoint(
-        tiny_llama_dir,
-        tmp_path / "calibrated",
-        calibrate_on=str(text),
-        calibrate_tokens=256,
-        calibrate_block=16,
-        calibrate_passes=1,
-        keep_layers=1,
-        keep_window=16,
-    )
+    longer = {"ntk_length": 2048, "keep_window": 6, "keep_layers": [1]}
+    assert convert_checkpoint(dst, tmp_path / "longer", **longer)["kept_window"] == 6
+    calibrating = {"calibrate_on": str(text), "calibrate_tokens": 256, "calibrate_block": 16}
+    calibrating |= {"calibrate_passes": 1, "keep_layers": 1, "keep_window": 16}
+    calibrated = convert_checkpoint(tiny_llama_dir, tmp_path / "calibrated", **calibrating)
     assert (len(calibrated["kept_layers"]), calibrated["kept_window"]) == (1, 16)
     assert calibrated["calibration"]["reach"] > 16
 
@@ -375,14 +341,9 @@ def test_layers_without_rotary_embedding_are_said_to_have_no_window(
     refuses(message, source, tmp_path / "other", keep_layers=[2], keep_window=6)
     text.write_text(",".join(map(str, range(2000))))  # ids within the small vocabulary
     options = {"calibrate_on": str(text), "calibrate_tokens": 64, "calibrate_block": 16}
+    options |= {"keep_window": 16, "dry_run": True}
     for layers in (1, "auto"):
-        plan = convert_checkpoint(
-            *(source, tmp_path / "other"),
-            keep_layers=layers,
-            keep_window=16,
-            dry_run=True,
-            **options,
-        )
+        plan = convert_checkpoint(source, tmp_path / "other", keep_layers=layers, **options)
         assert plan["kept_window"] == 16
 
 
@@ -391,22 +352,11 @@ def test_a_window_over_kept_layers_that_cannot_be_is_refused(
 ):
     dst = tmp_path / "dst"
     refuses("--keep-window: got 6 without kept layers", tiny_llama_dir, dst, keep_window=6)
-    refuses(
-        "--keep-window: got 6, expected at least 16 tokens, those of a block of --calibrate",
-        *(tiny_llama_dir, dst),
-        calibrate_on=str(text),
-        calibrate_block=16,
-        keep_layers=[1],
-        keep_window=6,
-    )
+    options = {"calibrate_on": str(text), "calibrate_block": 16, "keep_layers": [1]}
+    expected = "got 6, expected at least 16 tokens, those of a block of --calibrate"
+    refuses(f"--keep-window: {expected}", tiny_llama_dir, dst, **options, keep_window=6)
     convert_checkpoint(tiny_llama_dir, tmp_path / "two", keep_layers=[0, 1], keep_window=6)
-    refuses(
-        "two: coca_kept_window: got 6, expected at least 16 tokens, those of a block of --calibrate",
-        *(tmp_path / "two", dst),
-        calibrate_on=str(text),
-        calibrate_block=16,
-        keep_layers=[1],
-    )
+    refuses(f"two: coca_kept_window: {expected}", tmp_path / "two", dst, **options)
     windowed, *_ = converted("qwen3-window")
     message = "--keep-window: got 6, but the model has windows of its own"
     refuses(message, windowed, dst, keep_layers=[1], keep_window=6)

@@ -14,9 +14,7 @@ from tests.convert.checkpoints import assert_same_weights, record_of, refuses
 from tests.models.families import tokens
 
 
-def test_a_trained_checkpoint_gets_a_log_scale_and_keeps_its_layers(
-    tiny_llama_dir, tmp_path, converts
-):
+def test_a_coca_checkpoint_gets_a_log_scale_and_keeps_layers(tiny_llama_dir, tmp_path, converts):
     convert_checkpoint(tiny_llama_dir, tmp_path / "coca", "strict", keep_layers=[1])
     printed = converts(tmp_path / "coca", tmp_path / "dst", "--log-scale", "0.3")
     assert "log scale             0.3\n" in printed
@@ -54,9 +52,7 @@ def test_the_factor_grows_with_the_logarithm_of_the_tokens_from_64_on():
 
 
 def test_an_original_may_get_one_with_its_conversion(tiny_llama_dir, tmp_path):
-    record = convert_checkpoint(tiny_llama_dir, tmp_path / "dst", log_scale=0.1)
-    assert record["log_scale"] == 0.1
-    assert "log_scale" not in convert_checkpoint(tiny_llama_dir, tmp_path / "plain")
+    assert convert_checkpoint(tiny_llama_dir, tmp_path / "dst", log_scale=0.1)["log_scale"] == 0.1
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.5, math.nan])
@@ -73,11 +69,9 @@ def test_layers_cannot_change_in_the_same_command(tiny_llama_dir, tmp_path):
     refuses(message, tmp_path / "coca", tmp_path / "dst", log_scale=0.1, keep_layers=[1])
 
 
-def test_calibration_with_one_is_refused(tiny_llama_dir, tmp_path):
+def test_calibration_with_one_is_refused(tiny_llama_dir, calibrating, tmp_path):
     """Its fit has no factor, and its positions are not numbers of keys."""
-    (tmp_path / "text.txt").write_text("Now is the winter of our discontent. " * 300)
-    options = {"calibrate_on": str(tmp_path / "text.txt"), "calibrate_tokens": 256}
-    options |= {"calibrate_block": 32, "calibrate_passes": 1, "log_scale": 0.1}
+    options = {**calibrating, "log_scale": 0.1}
     refuses("--calibrate: got log scale 0.1", tiny_llama_dir, tmp_path / "dst", **options)
 
 

@@ -21,9 +21,8 @@ def convert_watched(src, dst, peak, options):
     def look(*_):
         seen.append(anonymous_bytes())
 
-    convert_checkpoint(
-        src, dst, max_shard_size="5MB", progress=look, calibrate_progress=look, **options
-    )
+    options |= {"progress": look, "calibrate_progress": look}
+    convert_checkpoint(src, dst, max_shard_size="5MB", **options)
     peak.put(max(seen))
 
 
@@ -40,12 +39,10 @@ def test_memory_does_not_grow_with_the_number_of_layers(calibrates, tiny_tokeniz
         options |= {"calibrate_block": 64, "calibrate_passes": 1}
     for num_layers in (8, 32):
         src, dst = tmp_path / f"src-{num_layers}", tmp_path / f"dst-{num_layers}"
-        config = LlamaConfig(
-            **{"vocab_size": 300, "hidden_size": 256, "intermediate_size": 1000},
-            **{"num_hidden_layers": num_layers, "num_attention_heads": 8},
-            num_key_value_heads=4,
-        )
+        shape = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 1000}
+        shape |= {"num_attention_heads": 8, "num_key_value_heads": 4}
         torch.manual_seed(2)
+        config = LlamaConfig(**shape, num_hidden_layers=num_layers)
         LlamaForCausalLM(config).save_pretrained(src, max_shard_size="20MB")
         tiny_tokenizer.save_pretrained(src)
         peak = PROCESSES.SimpleQueue()

@@ -9,12 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from coca_hf import CocaError, convert_checkpoint
-from coca_hf.evaluate.loaded_model import (
-    check_rope,
-    parse_ropes,
-    trained_length,
-    warn_beyond_trained,
-)
+from coca_hf.evaluate import loaded_model
 from coca_hf.models.rotary import ntk_base
 from tests.conftest import TINY
 from tests.convert.checkpoints import (
@@ -45,18 +40,15 @@ def logits(directory, length, **options):
 @pytest.mark.parametrize(
     ("length", "given"), [(65, {}), (96, {}), (192, {"original_max_position_embeddings": 32})]
 )
-def test_logits_equal_dynamic_ntk_for_that_length_at_every_position(
-    tmp_path, constraint, length, given
-):
+def test_logits_equal_dynamic_ntk_for_that_length_everywhere(tmp_path, constraint, length, given):
     saved(tmp_path / "src", rope_parameters=DYNAMIC | given)
     convert_checkpoint(tmp_path / "src", tmp_path / "dynamic", constraint)
     convert_checkpoint(tmp_path / "dynamic", tmp_path / "from-coca", ntk_length=length)
     convert_checkpoint(tmp_path / "src", tmp_path / "from-llama", constraint, ntk_length=length)
     expected = logits(tmp_path / "dynamic", length, rope_length=length)
     for name in ("from-coca", "from-llama"):
-        assert (
-            logits(tmp_path / name, length) - expected
-        ).abs().max() < 2e-4 * expected.abs().max()
+        error = (logits(tmp_path / name, length) - expected).abs().max()
+        assert error < 2e-4 * expected.abs().max()
     unscaled = logits(tmp_path / "dynamic", length, rope_length=64)
     assert (unscaled - expected).abs().max() > 1e-2 * expected.abs().max()
 
@@ -64,9 +56,8 @@ def test_logits_equal_dynamic_ntk_for_that_length_at_every_position(
 @pytest.mark.parametrize("factor", [None, 2.0])
 def test_plain_rope_takes_length_over_trained_length_as_factor_or_the_given_one(tmp_path, factor):
     saved(tmp_path / "src", rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
-    record = convert_checkpoint(
-        tmp_path / "src", tmp_path / "dst", ntk_length=256, ntk_factor=factor
-    )
+    given = {"ntk_length": 256, "ntk_factor": factor}
+    record = convert_checkpoint(tmp_path / "src", tmp_path / "dst", **given)
     dynamic = DYNAMIC | {"factor": factor or 4.0}
     base = ntk_base(5000.0, dynamic["factor"], 256, 64, 8)
     assert record["rope"] == {
@@ -98,9 +89,8 @@ def test_a_plan_and_the_cards_of_later_conversions_name_the_base_and_the_calibra
     options = "--ntk-length", "128", "--calibrate", text, "--calibrate-tokens", "64"
     options += "--calibrate-block", "16", "--calibrate-passes", "1", "--device", "cpu"
     assert base in converts(tmp_path / "src", tmp_path / "plan", "--dry-run", *options)
-    assert "all with the base from before; " in converts(
-        tmp_path / "src", tmp_path / "dst", *options
-    )
+    printed = converts(tmp_path / "src", tmp_path / "dst", *options)
+    assert "all with the base from before; " in printed
     convert_checkpoint(tmp_path / "dst", tmp_path / "later", log_scale=0.05)
     for name in ("dst", "later"):
         card = (tmp_path / name / "README.md").read_text()
@@ -112,9 +102,8 @@ def test_a_plan_and_the_cards_of_later_conversions_name_the_base_and_the_calibra
 def test_weights_of_a_coca_source_are_copied_unchanged_in_any_shards(tmp_path):
     saved(tmp_path / "src", tie_word_embeddings=True, attention_bias=True)
     convert_checkpoint(tmp_path / "src", tmp_path / "coca", "strict")
-    record = convert_checkpoint(
-        tmp_path / "coca", tmp_path / "dst", ntk_length=100, max_shard_size="40KB"
-    )
+    options = {"ntk_length": 100, "max_shard_size": "40KB"}
+    record = convert_checkpoint(tmp_path / "coca", tmp_path / "dst", **options)
     assert len(list((tmp_path / "dst").glob("*.safetensors"))) > 2
     assert_same_weights(tmp_path / "coca", tmp_path / "dst")
     assert record["constraint"] == "strict"
@@ -131,12 +120,13 @@ def test_tokenizer_length_training_record_and_trained_length_come_along(tmp_path
     record = record_of(tmp_path / "dst", "training.json")
     assert record == {"tokens_seen": 7, "versions": {}}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
-    assert trained_length(model.config) == 64
-    assert warn_beyond_trained(model, parse_ropes("default"), [128]) is None
-    warning = warn_beyond_trained(model, parse_ropes("default"), [129])
+    assert loaded_model.trained_length(model.config) == 64
+    ropes = loaded_model.parse_ropes("default")
+    assert loaded_model.warn_beyond_trained(model, ropes, [128]) is None
+    warning = loaded_model.warn_beyond_trained(model, ropes, [129])
     assert "lengths 129 are beyond the 128 tokens" in warning
     with pytest.raises(CocaError, match="has a RoPE base made for 128 tokens already"):
-        check_rope(model, parse_ropes("dynamic:2")[0])
+        loaded_model.check_rope(model, loaded_model.parse_ropes("dynamic:2")[0])
 
 
 def test_loading_an_export_warns_of_nothing(tmp_path, tiny_coca_dir, monkeypatch):
@@ -152,22 +142,24 @@ def test_loading_an_export_warns_of_nothing(tmp_path, tiny_coca_dir, monkeypatch
 LINEAR = {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}
 
 
-@pytest.mark.parametrize(
-    ("length", "factor", "message", "fields"),
-    [
-        (64, None, "--ntk-length: got 64, expected more than the 64 tokens of training", {}),
-        (0, None, "--ntk-length: got 0, expected the total number of tokens", {}),
-        (128, 0.5, "--ntk-factor: got 0.5, expected at least 1", {}),
-        (128, float("nan"), "--ntk-factor: got nan, expected at least 1", {}),
-        (None, 2.0, "--ntk-factor: got 2.0, expected at least 1, together with --ntk-length", {}),
-        (128, 1e308, "got 128 and factor 1e+308, whose base is beyond float32", {}),
-        (10**400, None, "whose base is beyond float32", {}),
-        (128, None, "got 2 rotary dimensions, expected more than one rotary pair", {"head_dim": 2}),
-        (128, None, "got rope_type 'linear', expected default or dynamic", LINEAR),
-    ],
-)
-def test_what_cannot_be_baked_is_refused(tmp_path, length, factor, message, fields):
-    src, options = saved(tmp_path / "src", **fields), {"ntk_length": length, "ntk_factor": factor}
+NOT_BAKED = {  # --ntk-length and --ntk-factor
+    "--ntk-length: got 64, expected more than the 64 tokens of training": (64, None),
+    "--ntk-length: got 0, expected the total number of tokens": (0, None),
+    "--ntk-factor: got 0.5, expected at least 1": (128, 0.5),
+    "--ntk-factor: got nan, expected at least 1": (128, float("nan")),
+    "--ntk-factor: got 2.0, expected at least 1, together with --ntk-length": (None, 2.0),
+    "got 128 and factor 1e+308, whose base is beyond float32": (128, 1e308),
+    "whose base is beyond float32": (10**400, None),
+    "got 2 rotary dimensions, expected more than one rotary pair": (128, None, {"head_dim": 2}),
+    "got rope_type 'linear', expected default or dynamic": (128, None, LINEAR),
+}
+
+
+@pytest.mark.parametrize("message", NOT_BAKED)
+def test_what_cannot_be_baked_is_refused(tmp_path, message):
+    length, factor, *fields = NOT_BAKED[message]
+    src = saved(tmp_path / "src", **dict(*fields))
+    options = {"ntk_length": length, "ntk_factor": factor}
     refuses(re.escape(message), src, tmp_path / "dst", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
 

@@ -49,15 +49,27 @@ def dequantized(source, directory):
     return directory
 
 
-@pytest.mark.parametrize("block", [[16, 8], None], ids=["blocks", "one scale"])
-def test_fp8_converts_to_the_bits_of_the_model_that_transformers_dequantizes(
-    source, tmp_path, converts, block
-):
+def assert_same_as_dequantized(source, directory, **options):
+    """`directory / "dst"` has the weights of the model that transformers dequantizes, converted."""
+    plain = dequantized(source, directory / "plain")
+    record = convert_checkpoint(plain, directory / "expected", **options)
+    assert_same_weights(directory / "dst", directory / "expected")
+    return record
+
+
+@pytest.fixture
+def bfloat16_source(source):
     edit_config(source, dtype="bfloat16")
     edit_weights(source, lambda w: w.update({n: t.bfloat16() for n, t in w.items()}))
-    converts(quantize_(source, block), tmp_path / "dst")
-    convert_checkpoint(dequantized(source, tmp_path / "plain"), tmp_path / "expected")
-    assert_same_weights(tmp_path / "dst", tmp_path / "expected")
+    return source
+
+
+@pytest.mark.parametrize("block", [[16, 8], None], ids=["blocks", "one scale"])
+def test_fp8_converts_to_the_bits_of_the_model_that_transformers_dequantizes(
+    bfloat16_source, tmp_path, converts, block
+):
+    converts(quantize_(bfloat16_source, block), tmp_path / "dst")
+    assert_same_as_dequantized(bfloat16_source, tmp_path)
 
 
 def test_blocks_at_the_edge_may_be_smaller_and_scales_in_bfloat16(source, tmp_path):
@@ -76,35 +88,24 @@ def test_blocks_at_the_edge_may_be_smaller_and_scales_in_bfloat16(source, tmp_pa
         assert torch.equal(written[name], weight)
 
 
-def test_a_calibration_of_fp8_is_that_of_the_dequantized_model(source, calibrating, tmp_path):
-    edit_config(source, dtype="bfloat16")
-    edit_weights(source, lambda w: w.update({n: t.bfloat16() for n, t in w.items()}))
-    quantize_(source, [16, 16])
-    convert_checkpoint(source, tmp_path / "dst", **calibrating)
-    plain = dequantized(source, tmp_path / "plain")
-    convert_checkpoint(plain, tmp_path / "expected", **calibrating)
-    assert_same_weights(tmp_path / "dst", tmp_path / "expected")
+def test_a_calibration_of_fp8_is_that_of_the_dequantized_model(
+    bfloat16_source, calibrating, tmp_path
+):
+    quantize_(bfloat16_source, [16, 16])
+    convert_checkpoint(bfloat16_source, tmp_path / "dst", **calibrating)
+    assert_same_as_dequantized(bfloat16_source, tmp_path, **calibrating)
 
 
+INT8 = {"load_in_8bit": True}
+NF4, FP4 = ({"load_in_4bit": True, "bnb_4bit_quant_type": kind} for kind in ("nf4", "fp4"))
+DOUBLE = {"bnb_4bit_use_double_quant": True}
 BITS = {
-    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    "nf4, double": {
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": True,
-        "bnb_4bit_quant_storage": "bfloat16",
-    },
-    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
-    "fp4, double": {
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": "fp4",
-        "bnb_4bit_use_double_quant": True,
-    },
-    "int8": {"load_in_8bit": True},
-    "int8, with its head, without layer 1": {
-        "load_in_8bit": True,
-        "llm_int8_skip_modules": ["model.layers.1"],
-    },
+    "nf4": NF4,
+    "nf4, double": NF4 | DOUBLE | {"bnb_4bit_quant_storage": "bfloat16"},
+    "fp4": FP4,
+    "fp4, double": FP4 | DOUBLE,
+    "int8": INT8,
+    "int8, with its head, without layer 1": INT8 | {"llm_int8_skip_modules": ["model.layers.1"]},
 }
 
 
@@ -125,9 +126,7 @@ def test_bitsandbytes_converts_to_the_bits_of_the_model_that_transformers_dequan
 ):
     quantized_by_bitsandbytes(source, tmp_path / "quantized", dtype, **bits)
     converts(tmp_path / "quantized", tmp_path / "dst")
-    plain = dequantized(tmp_path / "quantized", tmp_path / "plain")
-    record = convert_checkpoint(plain, tmp_path / "expected")
-    assert_same_weights(tmp_path / "dst", tmp_path / "expected")
+    record = assert_same_as_dequantized(tmp_path / "quantized", tmp_path)
     written = record_of(tmp_path / "dst")
     assert written["source_format"] == "safetensors, bitsandbytes"
     same = ("dtype", "parameters", "source_xxh3_128", "kv_cache_bytes_per_token")
@@ -136,15 +135,11 @@ def test_bitsandbytes_converts_to_the_bits_of_the_model_that_transformers_dequan
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
-def test_a_dry_run_of_four_bits_has_the_sizes_and_the_dtype_of_what_is_written(
-    source, tmp_path, dtype
-):
-    quantized_by_bitsandbytes(source, tmp_path / "quantized", **BITS["nf4"])
-    planned = convert_checkpoint(
-        tmp_path / "quantized", tmp_path / "dst", dtype=dtype, dry_run=True
-    )
+def test_a_dry_run_of_four_bits_has_the_sizes_and_dtype_of_the_result(source, tmp_path, dtype):
+    quantized = quantized_by_bitsandbytes(source, tmp_path / "quantized", **BITS["nf4"])
+    planned = convert_checkpoint(quantized, tmp_path / "dst", dtype=dtype, dry_run=True)
     assert planned["dtype"] == {"auto": "bfloat16", "float32": "float32"}[dtype]
-    convert_checkpoint(tmp_path / "quantized", tmp_path / "dst", dtype=dtype)
+    convert_checkpoint(quantized, tmp_path / "dst", dtype=dtype)
     written = load_file(tmp_path / "dst" / "model.safetensors").values()
     assert planned["written"] == {"files": 1, "bytes": sum(tensor.nbytes for tensor in written)}
 
@@ -153,9 +148,7 @@ def test_an_adapter_is_merged_into_dequantized_weights(source, tmp_path, convert
     quantized_by_bitsandbytes(source, tmp_path / "quantized", **BITS["nf4, double"])
     lora = make_adapter(source, tmp_path / "lora")
     converts(tmp_path / "quantized", tmp_path / "dst", "--adapter", lora)
-    plain = dequantized(tmp_path / "quantized", tmp_path / "plain")
-    convert_checkpoint(plain, tmp_path / "expected", adapter=lora)
-    assert_same_weights(tmp_path / "dst", tmp_path / "expected")
+    assert_same_as_dequantized(tmp_path / "quantized", tmp_path, adapter=lora)
 
 
 def test_pickled_weights_of_four_bits_convert_to_the_bits_of_safetensors(source, tmp_path):
@@ -168,9 +161,7 @@ def test_pickled_weights_of_four_bits_convert_to_the_bits_of_safetensors(source,
     assert_same_weights(tmp_path / "dst", tmp_path / "expected")
 
 
-def test_without_bitsandbytes_its_weights_are_refused_in_one_line(
-    source, tmp_path, refusal, monkeypatch
-):
+def test_without_bitsandbytes_its_weights_are_refused(source, tmp_path, refusal, monkeypatch):
     edit_config(source, quantization_config={"load_in_8bit": True})  # older than quant_method
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     printed = refusal(source, tmp_path / "dst")
@@ -178,16 +169,13 @@ def test_without_bitsandbytes_its_weights_are_refused_in_one_line(
 
 
 REMEDY = "convert the checkpoint that it was quantized from, and quantize the result"
-REFUSED = {
-    "gptq": {"quant_method": "gptq", "bits": 4},
-    "awq": {"quant_method": "awq"},
-    "compressed-tensors": {"quant_method": "compressed-tensors"},
-    "a block of three": {"quant_method": "fp8", "weight_block_size": [1, 2, 3]},
-    "a block of nothing": {"quant_method": "fp8", "weight_block_size": [0, 2]},
-}
+REFUSED = [
+    *({"quant_method": method} for method in ("gptq", "awq", "compressed-tensors")),
+    *({"quant_method": "fp8", "weight_block_size": size} for size in ([1, 2, 3], [0, 2])),
+]
 
 
-@pytest.mark.parametrize("method", REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize("method", REFUSED, ids=str)
 def test_another_method_is_refused_with_what_to_do(source, tmp_path, refusal, method):
     edit_config(source, quantization_config=method)
     expected = "expected plain ones, FP8 with a scale for each block, or bitsandbytes"
@@ -203,25 +191,21 @@ def put(tensor, name=Q1):
 SCALES = f"{Q1}_scale_inv"
 OF_Q1 = f"tensor {Q1}: got shape"
 DAMAGE = {
-    "no scales": (lambda w: w.pop(SCALES), f"{OF_Q1} (48, 48) and scales of shape None, expected"),
-    "other scales": (put(torch.ones(2, 3), SCALES), f"{OF_Q1} (48, 48) and scales of shape (2,"),
-    "a weight of no rows": (
-        put(torch.empty(0, 48).to(torch.float8_e4m3fn)),
-        f"{OF_Q1} (0, 48) and scales of shape (3, 3), expected (0, 3)",
+    f"{OF_Q1} (48, 48) and scales of shape None, expected": lambda w: w.pop(SCALES),
+    f"{OF_Q1} (48, 48) and scales of shape (2,": put(torch.ones(2, 3), SCALES),
+    f"{OF_Q1} (0, 48) and scales of shape (3, 3), expected (0, 3)": (
+        put(torch.empty(0, 48).to(torch.float8_e4m3fn))
     ),
-    "scales of bytes": (
-        put(torch.ones(3, 3, dtype=torch.uint8), SCALES),
-        f"tensor {SCALES} has dtype U8, expected one of F64, F32, F16, BF16",
+    f"tensor {SCALES} has dtype U8, expected one of F64, F32, F16, BF16": (
+        put(torch.ones(3, 3, dtype=torch.uint8), SCALES)
     ),
-    "a scale alone": (put(torch.ones(48, 48)), f"tensor {SCALES} is not understood"),
+    f"tensor {SCALES} is not understood": put(torch.ones(48, 48)),
 }
 
 
-@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE.keys())
-def test_scales_that_do_not_fit_are_one_line_and_exit_code_2(
-    source, tmp_path, refusal, damage, message
-):
-    edit_weights(quantize_(source, [16, 16]), damage)
+@pytest.mark.parametrize("message", DAMAGE)
+def test_scales_that_do_not_fit_are_one_line_and_exit_code_2(source, tmp_path, refusal, message):
+    edit_weights(quantize_(source, [16, 16]), DAMAGE[message])
     assert message in refusal(source, tmp_path / "dst")
 
 
@@ -258,53 +242,45 @@ def odd_block(weights):
 SCB, ORDER, TABLE = Q1.replace("weight", "SCB"), f"{Q1}_format", f"{Q1}.nested_quant_map"
 NOT_DESCRIBED = f"tensor {STATE}: does not describe a weight; {REMEDY}: "
 BAD_BITS = {
-    "more rows": (
-        "nf4, double",
-        described(shape=[4800, 48]),
-        f"tensor {Q1}.absmax: got ('U8', (36,)), expected ('U8', (3600,)); {REMEDY}",
-    ),
-    "rows of half a block": (
-        "nf4",
-        described(shape=[47, 48]),
-        f"tensor {Q1}: got 1152 bytes, expected 1128, four bits for each number of (47, 48); conv",
-    ),
-    "other rows and columns": (
-        "nf4",
-        described(shape=[24, 96]),
-        f"tensor {Q1} has shape (24, 96), expected (48, 48) from config.json",
-    ),
-    "no size": ("nf4", described(blocksize=0), f"{NOT_DESCRIBED}got sizes (48, 48, 0, 1)"),
-    "integers": ("nf4", described(dtype="int8"), f"{NOT_DESCRIBED}got dtype int8"),
-    "a size that bitsandbytes does not have": (
-        "nf4",
-        odd_block,
-        f"tensor {Q1}: bitsandbytes does not dequantize it: invalid blocksize 48",
-    ),
-    "long": ("nf4", described(comment="x" * 10_000), f"{NOT_DESCRIBED}more than 10000 bytes"),
-    "no weight": ("nf4", lambda w: w.pop(Q1), f"tensor {Q1}: got 0 bytes, expected 1152"),
-    "a short table": (
-        "nf4, double",
-        put(torch.ones(255), TABLE),
-        f"tensor {TABLE}: got ('F32', (255,)), expected ('F32', (256,));",
-    ),
-    "no scales": ("int8", lambda w: w.pop(SCB), f"tensor {ORDER} is not understood"),
-    "fewer scales": (
-        "int8",
-        put(torch.ones(47), SCB),
-        f"tensor {SCB}: got ('F32', (47,)), expected ('F32', (48,)); {REMEDY}",
-    ),
-    "the order of a GPU": (
-        "int8",
-        put(torch.tensor(2, dtype=torch.uint8), ORDER),
-        f"tensor {ORDER}: got 2, expected 0, the order of rows and columns; {REMEDY}",
-    ),
+    "nf4": {
+        f"tensor {Q1}: got 1152 bytes, expected 1128, four bits for each number of (47, 48); conv": (
+            described(shape=[47, 48])
+        ),
+        f"tensor {Q1} has shape (24, 96), expected (48, 48) from config.json": (
+            described(shape=[24, 96])
+        ),
+        f"{NOT_DESCRIBED}got sizes (48, 48, 0, 1)": described(blocksize=0),
+        f"{NOT_DESCRIBED}got dtype int8": described(dtype="int8"),
+        f"tensor {Q1}: bitsandbytes does not dequantize it: invalid blocksize 48": odd_block,
+        f"{NOT_DESCRIBED}more than 10000 bytes": described(comment="x" * 10_000),
+        f"tensor {Q1}: got 0 bytes, expected 1152": lambda w: w.pop(Q1),
+    },
+    "nf4, double": {
+        f"tensor {Q1}.absmax: got ('U8', (36,)), expected ('U8', (3600,)); {REMEDY}": (
+            described(shape=[4800, 48])
+        ),
+        f"tensor {TABLE}: got ('F32', (255,)), expected ('F32', (256,));": (
+            put(torch.ones(255), TABLE)
+        ),
+    },
+    "int8": {
+        f"tensor {ORDER} is not understood": lambda w: w.pop(SCB),
+        f"tensor {SCB}: got ('F32', (47,)), expected ('F32', (48,)); {REMEDY}": (
+            put(torch.ones(47), SCB)
+        ),
+        f"tensor {ORDER}: got 2, expected 0, the order of rows and columns; {REMEDY}": (
+            put(torch.tensor(2, dtype=torch.uint8), ORDER)
+        ),
+    },
 }
 
 
-@pytest.mark.parametrize(("bits", "damage", "message"), BAD_BITS.values(), ids=BAD_BITS.keys())
+@pytest.mark.parametrize(
+    ("bits", "message"), [(bits, message) for bits in BAD_BITS for message in BAD_BITS[bits]]
+)
 def test_weights_of_bitsandbytes_that_do_not_fit_are_one_line_and_exit_code_2(
-    source, tmp_path, refusal, bits, damage, message
+    source, tmp_path, refusal, bits, message
 ):
     quantized_by_bitsandbytes(source, tmp_path / "quantized", **BITS[bits])
-    edit_weights(tmp_path / "quantized", damage)
+    edit_weights(tmp_path / "quantized", BAD_BITS[bits][message])
     assert message in refusal(tmp_path / "quantized", tmp_path / "dst")

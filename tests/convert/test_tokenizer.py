@@ -15,7 +15,7 @@ from transformers import (
 
 from coca_hf import convert_checkpoint
 from tests.conftest import TINY
-from tests.convert.checkpoints import assert_same_weights, edit_json, refuses
+from tests.convert.checkpoints import assert_same_weights, edit_json, files_of, refuses
 
 SAMPLES = (
     "Half a league, half a league,\n\nHalf a league  onward",
@@ -43,24 +43,17 @@ def assert_same_tokenizer(source, converted):
 def test_all_chat_templates_come_along(source, tmp_path):
     folder = source / "additional_chat_templates"
     folder.mkdir()
-    (source / "chat_template.jinja").write_text(
-        "{% for m in messages %}<s>{{ m.content }}{% endfor %}"
-    )
+    template = "{% for m in messages %}<s>{{ m.content }}{% endfor %}"
+    (source / "chat_template.jinja").write_text(template)
     (folder / "rag.jinja").write_text("rag: {% for m in messages %}{{ m.content }}</s>{% endfor %}")
     (folder / "tool_use.jinja").write_text("tool: {{ messages[0].content }}")
     (folder / "notes.txt").write_text("not a template")
     convert_checkpoint(source, tmp_path / "dst")
     tokenizer = assert_same_tokenizer(source, tmp_path / "dst")
     assert set(tokenizer.chat_template) == {"default", "rag", "tool_use"}
-    chats = {
-        name: tokenizer.apply_chat_template(CHAT, chat_template=name, tokenize=False)
-        for name in tokenizer.chat_template
-    }
-    assert chats == {
-        "default": "<s>Who?<s>I.",
-        "rag": "rag: Who?</s>I.</s>",
-        "tool_use": "tool: Who?",
-    }
+    expected = {"default": "<s>Who?<s>I.", "rag": "rag: Who?</s>I.</s>", "tool_use": "tool: Who?"}
+    for name, chat in expected.items():
+        assert tokenizer.apply_chat_template(CHAT, chat_template=name, tokenize=False) == chat
     assert not (tmp_path / "dst" / "additional_chat_templates" / "notes.txt").exists()
 
 
@@ -76,18 +69,13 @@ def test_links_of_additional_chat_templates_out_of_the_checkpoint_are_refused(so
     refuses(message, source, tmp_path / "dst")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("vocab.txt", "spiece.model", "tokenizer.model.v3"),
-        *("tekken.json", "qwen.tiktoken", "tokenizer.4.0.json"),
-    ],
-)
-def test_files_of_other_tokenizers_come_along(source, tmp_path, name):
-    (source / name).write_bytes(b"\x00mine")
-    (source / "optimizer.bin").write_bytes(b"\x00")
+def test_files_of_other_tokenizers_come_along(source, tmp_path):
+    names = ["vocab.txt", "spiece.model", "tokenizer.model.v3", "tekken.json", "qwen.tiktoken"]
+    names.append("tokenizer.4.0.json")
+    for name in [*names, "optimizer.bin"]:
+        (source / name).write_bytes(b"\x00mine")
     convert_checkpoint(source, tmp_path / "dst")
-    assert (tmp_path / "dst" / name).read_bytes() == b"\x00mine"
+    assert [(tmp_path / "dst" / name).read_bytes() for name in names] == [b"\x00mine"] * 6
     assert not (tmp_path / "dst" / "optimizer.bin").exists()
 
 
@@ -97,48 +85,42 @@ def test_a_tokenizer_whose_class_follows_from_the_model_type_stays_the_same(sour
     Qwen2ForCausalLM(Qwen2Config(**fields)).save_pretrained(source)
     edit_json(source / "tokenizer_config.json", tokenizer_class="LlamaTokenizerFast")
     convert_checkpoint(source, tmp_path / "dst")
-    assert assert_same_tokenizer(source, tmp_path / "dst").__class__.__name__.startswith(
-        "Qwen2Tokenizer"
-    )
+    ours = assert_same_tokenizer(source, tmp_path / "dst")
+    assert type(ours).__name__.startswith("Qwen2Tokenizer")
 
 
-def test_a_tokenizer_without_a_config_stays_the_same(source, tmp_path):
-    (source / "tokenizer_config.json").unlink()
-    convert_checkpoint(source, tmp_path / "dst")
-    assert_same_tokenizer(source, tmp_path / "dst")
-
-
-def test_a_class_that_config_json_names_stays_the_same(source, tmp_path):
-    edit_json(source / "tokenizer_config.json", tokenizer_class=None)
-    edit_json(source / "config.json", tokenizer_class="GPTNeoXTokenizerFast")
+@pytest.mark.parametrize(
+    "named", [False, True], ids=["without a config", "config.json has its class"]
+)
+def test_a_tokenizer_whose_own_config_names_no_class_stays_the_same(source, tmp_path, named):
+    if named:
+        edit_json(source / "tokenizer_config.json", tokenizer_class=None)
+        edit_json(source / "config.json", tokenizer_class="GPTNeoXTokenizerFast")
+    else:
+        (source / "tokenizer_config.json").unlink()
     convert_checkpoint(source, tmp_path / "dst")
     assert_same_tokenizer(source, tmp_path / "dst")
 
 
 @pytest.mark.parametrize("fix", [True, None])
-def test_the_corrected_regular_expression_of_mistral_stays_corrected(
-    source, tmp_path, converts, fix
-):
+def test_the_corrected_pattern_of_mistral_stays_corrected(source, tmp_path, converts, fix):
     """Transformers corrects it for large vocabularies of a Mistral from before version 5."""
-    MistralForCausalLM(
-        MistralConfig(**(TINY | {"num_hidden_layers": 1}), vocab_size=259)
-    ).save_pretrained(source)
+    config = MistralConfig(**(TINY | {"num_hidden_layers": 1}), vocab_size=259)
+    MistralForCausalLM(config).save_pretrained(source)
     edit_json(source / "config.json", transformers_version="4.50.0")
     content = json.loads((source / "tokenizer.json").read_text())
     content["model"]["vocab"] |= {f"token {number}": number for number in range(259, 100_100)}
     tokenizer = Tokenizer.from_str(json.dumps(content))
     split = pre_tokenizers.Split(Regex(r"[a-z]+|[^a-z]"), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(False, use_regex=False)]
-    )
+    in_bytes = pre_tokenizers.ByteLevel(False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, in_bytes])
     tokenizer.save(str(source / "tokenizer.json"))
     if fix is not None:
         edit_json(source / "tokenizer_config.json", fix_mistral_regex=fix)
     printed = converts(source, tmp_path / "dst")
     ours = assert_same_tokenizer(source, tmp_path / "dst")
-    first = json.loads(ours.backend_tokenizer.to_str())["pre_tokenizer"]["pretokenizers"][0][
-        "pattern"
-    ]["Regex"]
+    content = json.loads(ours.backend_tokenizer.to_str())
+    first = content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
     assert ("a-z" not in first) is bool(fix)
     assert ("fix_mistral_regex has no effect on" in printed) is (fix is not True)
 
@@ -166,10 +148,8 @@ def test_two_tokens_with_one_id_are_kept(source, tmp_path):
     if len(AutoTokenizer.from_pretrained(source).get_vocab()) < len(content["model"]["vocab"]):
         pytest.skip("this transformers (5.17 does) loads one of the two, at random")
     for number in range(5):  # which of the two is written is random
-        convert_checkpoint(source, tmp_path / f"dst{number}")
-        assert (tmp_path / f"dst{number}" / "tokenizer.json").read_bytes() == (
-            source / "tokenizer.json"
-        ).read_bytes()
+        convert_checkpoint(source, dst := tmp_path / f"dst{number}")
+        assert (dst / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
 
 def test_a_source_that_is_deleted_meanwhile_still_gives_its_weights_and_tokenizer(source, tmp_path):
@@ -180,7 +160,6 @@ def test_a_source_that_is_deleted_meanwhile_still_gives_its_weights_and_tokenize
 
     convert_checkpoint(source, tmp_path / "dst", progress=delete)
     assert_same_weights(tmp_path / "dst", tmp_path / "expected")
-    assert {file.name for file in (tmp_path / "dst").iterdir()} == {
-        f.name for f in (tmp_path / "expected").iterdir()
-    }
+    made, expected = (files_of(tmp_path / name).keys() for name in ("dst", "expected"))
+    assert made == expected
     assert_same_tokenizer(tmp_path / "expected", tmp_path / "dst")

@@ -17,9 +17,8 @@ def test_a_conversion_is_pushed_to_a_new_repository_with_its_card_first(
     hub, public, tiny_llama_dir, tmp_path, converts
 ):
     dst = tmp_path / "dst"
-    printed = converts(
-        tiny_llama_dir, dst, "--push-to-hub", REPO, *(["--public"] if public else [])
-    )
+    options = ["--public"] if public else []
+    printed = converts(tiny_llama_dir, dst, "--push-to-hub", REPO, *options)
     assert f"Uploaded to {REPO}, {'public' if public else 'private'}." in printed
     (asked,) = hub.created
     assert asked["name"] == "tiny-coca"
@@ -31,26 +30,24 @@ def test_a_conversion_is_pushed_to_a_new_repository_with_its_card_first(
 
 
 EXPECTED = "expected OWNER/NAME, and a login that may write there: "
-LOGINS = {
-    "no owner": ("tiny-coca", {}, f"{EXPECTED}Repo id must use alphanumeric chars"),
-    "three parts": ("a/b/c", {}, f"{EXPECTED}Repo id must be in the form"),
-    "no login": (REPO, {"token": None}, f"{EXPECTED}Token is required"),
-    "invalid token": (REPO, {"login": {}}, f"{EXPECTED}Invalid user token"),
-    "another's": ("else/tiny", {}, "got the owner else, expected one that this login writes for: "),
-    "reads": (
-        REPO,
-        {"login": {"name": "somebody", "auth": {"accessToken": {"role": "read"}}}},
-        "got a token that only reads, expected one that may write",
-    ),
-    "exists": (REPO, {"files": {"README.md": b"mine"}}, "is on the hub already, and is left as"),
+READER = {"name": "somebody", "auth": {"accessToken": {"role": "read"}}}
+LOGINS = {  # the name, and the hub's login or files
+    f"{EXPECTED}Repo id must use alphanumeric chars": ("tiny-coca", {}),
+    f"{EXPECTED}Repo id must be in the form": ("a/b/c", {}),
+    f"{EXPECTED}Token is required": (REPO, {}),
+    f"{EXPECTED}Invalid user token": (REPO, {"login": {}}),
+    "got the owner else, expected one that this login writes for: ": ("else/tiny", {}),
+    "got a token that only reads, expected one that may write": (REPO, {"login": READER}),
+    "is on the hub already, and is left as": (REPO, {"files": {"README.md": b"mine"}}),
 }
 
 
-@pytest.mark.parametrize(("name", "state", "message"), LOGINS.values(), ids=LOGINS.keys())
+@pytest.mark.parametrize("message", LOGINS)
 def test_what_cannot_be_pushed_is_refused_before_the_work(
-    hub, name, state, message, tiny_llama_dir, tmp_path, refusal, monkeypatch
+    hub, message, tiny_llama_dir, tmp_path, refusal, monkeypatch
 ):
-    if "token" in state:
+    name, state = LOGINS[message]
+    if "Token is required" in message:
         monkeypatch.delenv("HF_TOKEN")
     hub.login = state.get("login", hub.login)
     hub.files.update(state.get("files", {}))
@@ -82,9 +79,8 @@ def test_a_failed_upload_keeps_the_checkpoint_and_names_the_command_that_continu
     hub.fails_at = fails_at
     code, printed = convert(tiny_llama_dir, dst, "--push-to-hub", REPO)
     assert code == 2
-    assert printed.splitlines()[-1].startswith(
-        f"error: {REPO}: not uploaded; "
-    )  # progress bars come first
+    last = printed.splitlines()[-1]  # after progress bars
+    assert last.startswith(f"error: {REPO}: not uploaded; ")
     command = f"hf upload {REPO} {dst} --private"
     assert f"not uploaded; the checkpoint is complete in {dst}, and `{command}` cont" in printed
     assert "model.safetensors" not in hub.files

@@ -108,10 +108,8 @@ def real_text(tmp_path_factory) -> Path:
     """`topics.jsonl` and `code.jsonl`: 60 documents of 700 characters each, from Python itself."""
     directory = tmp_path_factory.mktemp("real-text")
     code = sorted(Path(json.__file__).parent.parent.glob("[a-h]*.py"))[:60]
-    documents = {
-        "topics": [*topics.values()][:60],
-        "code": [path.read_text(encoding="utf-8") for path in code],
-    }
+    documents = {"topics": [*topics.values()][:60]}
+    documents["code"] = [path.read_text(encoding="utf-8") for path in code]
     for name, texts in documents.items():
         lines = [json.dumps({"text": text[:700]}) + "\n" for text in texts]
         (directory / f"{name}.jsonl").write_text("".join(lines))

@@ -23,6 +23,5 @@ def make_corpus(
 
 def tokens_of(blocks: Blocks, first: int = 0, end: int | None = None) -> list[tuple[int, ...]]:
     """The tokens of blocks `first`, … up to `end`."""
-    return [
-        tuple(blocks[number]["input_ids"].tolist()) for number in range(first, end or len(blocks))
-    ]
+    numbers = range(first, end or len(blocks))
+    return [tuple(blocks[number]["input_ids"].tolist()) for number in numbers]

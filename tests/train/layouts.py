@@ -44,15 +44,22 @@ class Interrupted(BaseException):
     """Raised by a hook in all ranks to end a run; the launch continues with the next run."""
 
 
-def interrupt_in_step(number: int):
+def before_each_step(action: Callable[[StageTrainer], object]):
     plain = StageTrainer.training_step
 
     def step(self, *arguments):
-        if self.state.global_step == number - 1:
-            raise Interrupted
+        action(self)
         return plain(self, *arguments)
 
     StageTrainer.training_step = step
+
+
+def interrupt_in_step(number: int):
+    def interrupt(trainer):
+        if trainer.state.global_step == number - 1:
+            raise Interrupted
+
+    before_each_step(interrupt)
 
 
 @dataclass
@@ -154,16 +161,9 @@ def succeed(directory: Path, runs: list[Run], processes: int = 2) -> str:
 
 def _launcher(output: str, runs: list[Run], processes: int, host: Host | None = None) -> None:
     _write_to(output)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        start_method="fork",
-        monitor_interval=0.05,
-        max_restarts=0,
-    )
+    rendezvous = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+    how = {"start_method": "fork", "monitor_interval": 0.05, "max_restarts": 0}
+    config = LaunchConfig(1, 1, processes, **rendezvous, **how)
     if host:
         host.enter()
         config.min_nodes = config.max_nodes = host.number_of_hosts
@@ -186,9 +186,8 @@ def _rank(output: str, runs: list[Run], processes: int) -> None:
         for name in FSDP2:
             os.environ.pop(name, None)
         os.environ.update(run.environment if processes > 1 else {})
-        preflight.resolve_stages = (
-            _resolve_on_pretended_gpus if run.environment and processes > 1 else _resolve
-        )
+        sharded = run.environment and processes > 1
+        preflight.resolve_stages = _resolve_on_pretended_gpus if sharded else _resolve
         if run.hook:
             run.hook()
         # the next run needs it

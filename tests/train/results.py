@@ -1,11 +1,16 @@
 """What a stage leaves behind: its weights, its record, and its log."""
 
 import json
+import resource
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+
+STAGES = ["1-k", "2-qkv", "3-full"]
 
 
 def weights(stage_dir: Path) -> dict[str, Tensor]:
@@ -38,8 +43,25 @@ def logged(stage_dir: Path, key: str = "loss") -> list[float]:
     return [line[key] for line in log_lines(stage_dir)]
 
 
+def assert_same_losses(ours: Path, theirs: Path) -> None:
+    """And norms of gradients, up to rounding."""
+    for key in ("loss", "grad_norm"):
+        assert logged(ours, key) == pytest.approx(logged(theirs, key), abs=1e-4), key
+
+
 def timeless(stage_dir: Path) -> list[dict]:
     """Every line of the log, without measurements of time and memory."""
     measured = ("seconds", "tokens_per_second", "memory_bytes")
     lines = map(json.loads, (stage_dir / "log.jsonl").read_text().splitlines())
     return [{key: value for key, value in line.items() if key not in measured} for line in lines]
+
+
+@contextmanager
+def no_file_above(size: int):
+    """Let no file grow beyond this many bytes, which looks like a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -19,10 +19,8 @@ from tests.train.corpora import tokens_of
 from tests.train.results import assert_same_weights, changed, log_lines, logged, record, weights
 
 NAN = float("nan")
-THREE_BAD = [
-    f"training.{option}"
-    for option in ("max_bad_steps=3", "spike_factor=3", "lr_scheduler_type=constant")
-]
+THREE_BAD = ["training.max_bad_steps=3", "training.spike_factor=3"]
+THREE_BAD.append("training.lr_scheduler_type=constant")
 
 
 @pytest.fixture
@@ -41,9 +39,7 @@ def bad_losses(monkeypatch):
 
 
 def test_a_diverging_run_stops_and_keeps_the_last_checkpoint(train, tmp_path):
-    message = (
-        r"2-qkv/trainer: the loss of step 2 is nan, bad step 1 in a row .* lower learning_rate"
-    )
+    message = r"2-qkv/trainer: the loss of step 2 is nan, bad step 1 in a row .* lower learning_r"
     with pytest.raises(CocaError, match=message):
         train("stages.qkv.learning_rate=1e30", "training.save_steps=1", stage=None)
     assert (tmp_path / "out/1-k/training.json").exists()
@@ -51,9 +47,7 @@ def test_a_diverging_run_stops_and_keeps_the_last_checkpoint(train, tmp_path):
     assert not (tmp_path / "out/2-qkv/training.json").exists()
 
 
-def test_fewer_bad_steps_than_allowed_are_skipped_and_leave_no_trace_in_the_weights(
-    train, bad_losses, tmp_path
-):
+def test_bad_steps_that_are_allowed_are_skipped_without_a_trace(train, bad_losses, tmp_path):
     bad_losses({2: NAN, 3: 50.0})
     batches = ["per_device_train_batch_size=2", "gradient_accumulation_steps=2", "save_steps=1"]
     settings = [*THREE_BAD, *(f"training.{batch}" for batch in batches)]
@@ -116,9 +110,7 @@ def scaler(monkeypatch):
     monkeypatch.setattr(Accelerator, "__init__", init)
 
 
-def test_overflows_of_the_scale_are_skipped_until_it_fits_and_are_not_bad(
-    train, scaler, tiny_coca_dir
-):
+def test_overflows_are_skipped_until_the_scale_fits_and_are_not_bad(train, scaler, tiny_coca_dir):
     result = train(*FLOAT16, "stages.k.max_steps=12")
     skipped, lines = record(result)["skipped_steps"], log_lines(result)
     assert 2 < skipped < 10
@@ -149,9 +141,7 @@ def test_a_float16_gradient_that_overflows_at_every_scale_is_bad(train, scaler, 
         train(*FLOAT16, "stages.k.max_steps=40")
 
 
-def test_a_float16_spike_is_skipped_without_a_trace(
-    train, scaler, bad_losses, tmp_path, monkeypatch
-):
+def test_a_float16_spike_leaves_no_trace(train, scaler, bad_losses, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.amp.GradScaler, "get_scale", lambda self: 1.0)
     bad_losses({2: 50.0})
     one, two = (

@@ -50,27 +50,25 @@ def recipes(tiny_tokenizer, real_recipe, tmp_path_factory):
     directory = tmp_path_factory.mktemp("kinds")
     tree = yaml.safe_load(real_recipe.read_text())
     tree["data"]["seq_len"] = SEQ_LEN
-    tree["training"]["adam_epsilon"] = (
-        1e-4  # otherwise Adam amplifies the rounding of gradients that are nearly zero
-    )
+    # otherwise Adam amplifies the rounding of gradients that are nearly zero
+    tree["training"]["adam_epsilon"] = 1e-4
     tree["training"]["learning_rate"] = 1e-4  # rounding of a step moves the next one's gradient
-    tree["stages"] = [{"name": "k", "train": "all", "max_steps": 2}]
+    stage = {"name": "k", "train": "all", "max_steps": 2}
+
+    def write(name, model, stage):
+        own = {"model": str(directory / model), "stages": [stage]}
+        (directory / f"{name}.yaml").write_text(yaml.safe_dump(tree | own))
+
     for kind, (config, rope_type) in KINDS.items():
         torch.manual_seed(1)
         rope = {"rope_type": rope_type, "factor": 4.0, "rope_theta": 10000.0}
         own = {"coca_constraint": kind} if kind in ("slack", "strict") else {}
         sizes = {**TINY, "initializer_range": 0.3, "vocab_size": len(tiny_tokenizer)}
-        AutoModelForCausalLM.from_config(
-            config(**sizes, **own, rope_parameters=rope)
-        ).save_pretrained(directory / kind)
+        model = AutoModelForCausalLM.from_config(config(**sizes, **own, rope_parameters=rope))
+        model.save_pretrained(directory / kind)
         tiny_tokenizer.save_pretrained(directory / kind)
-        (directory / f"{kind}.yaml").write_text(
-            yaml.safe_dump(tree | {"model": str(directory / kind)})
-        )
-    adapters = [tree["stages"][0] | {"lora": {"r": 3, "alpha": 6}}]
-    (directory / "lora.yaml").write_text(
-        yaml.safe_dump(tree | {"model": str(directory / "slack"), "stages": adapters})
-    )
+        write(kind, kind, stage)
+    write("lora", "slack", stage | {"lora": {"r": 3, "alpha": 6}})
     return directory
 
 
@@ -79,9 +77,8 @@ def gathering_attention(
 ):
     """Causal attention of the tokens here with those of all processes. (b, h, m, d) each."""
     if query.shape[2] == SEQ_LEN:  # the held-out loss, on whole blocks
-        return plain_sdpa(
-            module, query, key, value, mask, scaling=scaling, is_causal=is_causal, **kwargs
-        )
+        kwargs |= {"scaling": scaling, "is_causal": is_causal}
+        return plain_sdpa(module, query, key, value, mask, **kwargs)
     assert mask is None
     assert is_causal
     groups = query.shape[1] // key.shape[1]
@@ -106,9 +103,8 @@ def on_a_cpu(report=None):
 
     def compute_loss(self, model, inputs, *arguments, **kwargs):
         if report:
-            line = {
-                name: value.tolist() for name, value in inputs.items() if isinstance(value, Tensor)
-            }
+            tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+            line = {name: value.tolist() for name, value in tensors.items()}
             with open(f"{report}-{dist.get_rank()}.jsonl", "a") as file:
                 file.write(json.dumps(line) + "\n")
         return plain(self, model, inputs, *arguments, **kwargs)
@@ -126,21 +122,18 @@ def runs(recipes, tmp_path_factory):
     """OUT of each recipe on two processes that share blocks; strict with the memory savers."""
     directory = tmp_path_factory.mktemp("shared")
     watch = functools.partial(on_a_cpu, str(directory / "dealt"))
-    hooks, options = {"slack": watch}, {"strict": FRUGAL}
     runs = []
     for kind in [*KINDS, "lora"]:
         arguments = [recipes / f"{kind}.yaml", "--out", directory / kind, SHARED]
-        arguments += options.get(kind, [])
-        runs.append(Run(arguments, FSDP2, hooks.get(kind, on_a_cpu)))
+        arguments += FRUGAL if kind == "strict" else []
+        runs.append(Run(arguments, FSDP2, watch if kind == "slack" else on_a_cpu))
     succeed(directory, runs)
     return directory
 
 
 @pytest.mark.real
 @pytest.mark.parametrize("kind", [*KINDS, "lora"])
-def test_two_processes_that_share_blocks_train_as_one_that_has_them_whole(
-    recipes, runs, tmp_path, kind
-):
+def test_processes_that_share_blocks_train_as_one_with_whole_ones(recipes, runs, tmp_path, kind):
     run_recipe(load_recipe(recipes / f"{kind}.yaml"), tmp_path / "one")
     ours, theirs = runs / kind / "1-k", tmp_path / "one/1-k"
     for key, bound in {"loss": 2e-6, "grad_norm": 2e-5, "tokens_seen": 0}.items():
@@ -167,9 +160,7 @@ def test_two_processes_that_share_blocks_resume_to_the_same_bits(recipes, runs, 
 
 
 @pytest.mark.real
-def test_the_parts_have_their_positions_in_the_block_and_the_labels_of_the_next_token_there(
-    recipes, runs
-):
+def test_the_parts_have_the_positions_and_labels_that_they_have_in_the_block(recipes, runs):
     recipe = load_recipe(recipes / "slack.yaml")
     tokenizer = AutoTokenizer.from_pretrained(recipe.model)
     stream = iter(tokens_of(Corpus(recipe.data, tokenizer).blocks()))
@@ -231,9 +222,8 @@ def test_without_gpus_it_is_refused_in_one_line(recipes, tmp_path):
 
 @pytest.mark.real
 def test_without_fsdp2_it_is_refused_in_one_line(recipes, tmp_path):
-    launched = launch(
-        tmp_path, [Run([recipes / "slack.yaml", SHARED, "--out", tmp_path / "out"], DDP, on_a_cpu)]
-    )
+    arguments = [recipes / "slack.yaml", SHARED, "--out", tmp_path / "out"]
+    launched = launch(tmp_path, [Run(arguments, DDP, on_a_cpu)])
     assert launched.wait() != 0
     assert "got context_parallel_size 2 without FSDP2, expected it" in launched.printed()
     assert not (tmp_path / "out").exists()

@@ -1,6 +1,7 @@
 """A plan's memory against closed forms, and against a real run as torch's profiler sees it."""
 
 import gc
+import itertools
 import json
 import math
 
@@ -34,13 +35,9 @@ ONE_LAYER = "config.num_hidden_layers=1"  # halves the time of tests that need n
 def path(tmp_path):
     # no weights
     coca_hf.CocaLlamaConfig(vocab_size=VOCAB, **TINY).save_pretrained(tmp_path / "model")
-    tree = {
-        "model": str(tmp_path / "model"),
-        "data": {"seq_len": SEQ_LEN, "sources": [{"path": "absent.txt", "weight": 1}]},
-        "training": {"max_steps": 5, "per_device_train_batch_size": BATCH},
-        "stages": STAGES,
-    }
-    tree["training"]["optim"] = "adamw_torch_fused"
+    data = {"seq_len": SEQ_LEN, "sources": [{"path": "absent.txt", "weight": 1}]}
+    training = {"max_steps": 5, "per_device_train_batch_size": BATCH, "optim": "adamw_torch_fused"}
+    tree = {"model": str(tmp_path / "model"), "data": data, "training": training, "stages": STAGES}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
     return tmp_path / "recipe.yaml"
 
@@ -78,9 +75,8 @@ def test_weights_gradients_and_optimizer_are_exactly_the_shards(recipe, number, 
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     held = measure(recipe, stage, Setting(world_size, BATCH, 1, False)).at_step
     trained = sum(shard_bytes(parameter, world_size) for parameter in learning)
-    assert held["weights"] == sum(
-        shard_bytes(parameter, world_size) for parameter in model.parameters()
-    )
+    every = sum(shard_bytes(parameter, world_size) for parameter in model.parameters())
+    assert held["weights"] == every
     assert held["gradients"] == trained
     # two moments, and a step counter for each
     assert held["optimizer"] == 2 * trained + 4 * len(learning)
@@ -101,9 +97,8 @@ def real_run(recipe, stage, checkpointing: bool) -> tuple[int, int]:
         freeze_(model, stage)
         if checkpointing:
             model.gradient_checkpointing_enable()
-        optimizer = torch.optim.AdamW(
-            [p for p in model.parameters() if p.requires_grad], fused=True
-        )
+        learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(learning, fused=True)
         ids = torch.zeros(BATCH, SEQ_LEN, dtype=torch.int64)
         for _ in range(2):
             saved.clear()
@@ -117,12 +112,9 @@ def real_run(recipe, stage, checkpointing: bool) -> tuple[int, int]:
     for parameter in model.parameters():
         saved.pop(parameter.data_ptr(), None)
     events = profiled.profiler.kineto_results.events()
-    now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        if event.name() != "[memory]":
-            continue
-        now += event.nbytes()
-        peak = max(peak, now)
+    events = [event for event in events if event.name() == "[memory]"]
+    in_order = sorted(events, key=lambda event: event.start_ns())
+    peak = max(itertools.accumulate(event.nbytes() for event in in_order))
     return peak, sum(saved.values())
 
 
@@ -155,10 +147,8 @@ def test_float32_logits_are_in_the_measure_unless_cross_entropy_is_fused(small, 
 
 
 def test_gpus_that_share_a_block_have_the_activations_of_their_part(recipe, path):
-    memories = (
-        measure(recipe, recipe.stages[1], Setting(4, BATCH, 1, False, sharing))
-        for sharing in (1, 2)
-    )
+    settings = (Setting(4, BATCH, 1, False, sharing) for sharing in (1, 2))
+    memories = (measure(recipe, recipe.stages[1], setting) for setting in settings)
     whole, half = (memory.at_peak["activations"] for memory in memories)
     assert 0.4 * whole < half < 0.5 * whole  # the scores of a part are fewer than half
     shared = load_recipe(path, [ONE_LAYER, "training.context_parallel_size=2"])
@@ -183,9 +173,8 @@ def test_gpus_that_share_a_block_read_held_out_blocks_whole(recipe):
 
 def test_accumulation_keeps_the_gradients_of_all_shards_on_every_process(recipe):
     settings = (Setting(32, BATCH, accumulation, False) for accumulation in (1, 2))
-    plain, accumulated = (
-        measure(recipe, recipe.stages[1], setting).at_peak["gradients"] for setting in settings
-    )
+    memories = (measure(recipe, recipe.stages[1], setting) for setting in settings)
+    plain, accumulated = (memory.at_peak["gradients"] for memory in memories)
     with torch.device("meta"):
         whole = sum(4 * parameter.numel() for parameter in model_from_config(recipe).parameters())
     assert plain < 0.1 * whole  # the shards and the layer at hand: 0.096
@@ -294,52 +283,49 @@ def test_a_long_block_is_helped_by_a_fused_cross_entropy_and_then_by_sharing_it(
 
     monkeypatch.setattr(gpu_plan, "measure", measure_block)
     recipe = load_recipe(path, [ONE_LAYER, "training.per_device_train_batch_size=1"])
-    fused, shared = (
-        plan_recipe(alone(recipe, 1), 8, memory).stages[0].change for memory in (20, 10)
-    )
+    recipe = alone(recipe, 1)
+    fused, shared = (plan_recipe(recipe, 8, memory).stages[0].change for memory in (20, 10))
     assert "it does with gradient_checkpointing=true fused_cross_entropy=true (16.0 GiB)" in fused
     assert "fused_cross_entropy=true context_parallel_size=2 per_device_train_batch" in shared
     assert "gradient_accumulation_steps=2 (8.0 GiB, without the keys and values that" in shared
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--gpu", "ABACUS"], "--gpu: got 'ABACUS', expected one of"),
-        (["--mfu", "0"], "--mfu 0; expected"),
-        (["--gpu-memory", "0"], "--gpu-memory 0"),
-        (["config.attention_dropout=7"], "no CocaLlamaConfig model can be made of it: dropout pr"),
-        (
-            ["training.optim_args=quickly"],
-            "stages.k: optim adamw_torch_fused, optim_args 'quickly'",
-        ),
-        (["training.lr_scheduler_type=lineal"], "is not a valid"),
-        (["training.use_cpu=true"], "stages.k: got use_cpu, but a plan is for GPUs; add training"),
-        (["data.skip_positions=65"], "data.skip_positions: got 65, expected at most 64, the pos"),
-    ],
-)
-def test_what_cannot_be_planned_is_refused(path, arguments, message):
-    result = CliRunner().invoke(train_app, [str(path), "--plan", *arguments])
+NO_PLAN = {
+    "--gpu ABACUS": "--gpu: got 'ABACUS', expected one of",
+    "--mfu 0": "--mfu 0; expected",
+    "--gpu-memory 0": "--gpu-memory 0",
+    "config.attention_dropout=7": "no CocaLlamaConfig model can be made of it: dropout pr",
+    "training.optim_args=quickly": "stages.k: optim adamw_torch_fused, optim_args 'quickly'",
+    "training.lr_scheduler_type=lineal": "is not a valid",
+    "training.use_cpu=true": "stages.k: got use_cpu, but a plan is for GPUs; add training",
+    "data.skip_positions=65": "data.skip_positions: got 65, expected at most 64, the pos",
+}
+
+
+@pytest.mark.parametrize("words", NO_PLAN)
+def test_what_cannot_be_planned_is_refused(path, words):
+    result = CliRunner().invoke(train_app, [str(path), "--plan", *words.split()])
     assert isinstance(result.exception, CocaError)
-    assert message in str(result.exception)
+    assert NO_PLAN[words] in str(result.exception)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--plan", "--stage", "k"], "--stage: --plan does not take it, only a run does; leave"),
-        (["--plan", "--out", "x"], "--out: --plan does not take it, only a run does"),
-        (["--prepare", "--resume"], "--resume: --prepare does not take it, only a run does"),
-        (["--prepare", "--json"], "--json: --prepare does not take it, only --plan does"),
-        (["--gpu", "H100"], "--gpu: a run does not take it, only --plan does; leave it out"),
-        (["--world-size", "1"], "--world-size: a run does not take it, only --plan or --prepare"),
-        (["--plan", "--prepare"], "--plan, --prepare: got both, expected one of them"),
-    ],
-)
-def test_an_option_that_would_be_ignored_is_refused(arguments, message):
-    result = CliRunner().invoke(train_app, ["absent.yaml", *arguments], standalone_mode=False)
+IGNORED = {
+    "--plan --stage k": "--stage: --plan does not take it, only a run does; leave",
+    "--plan --out x": "--out: --plan does not take it, only a run does",
+    "--prepare --resume": "--resume: --prepare does not take it, only a run does",
+    "--prepare --json": "--json: --prepare does not take it, only --plan does",
+    "--gpu H100": "--gpu: a run does not take it, only --plan does; leave it out",
+    "--world-size 1": "--world-size: a run does not take it, only --plan or --prepare",
+    "--plan --prepare": "--plan, --prepare: got both, expected one of them",
+}
+
+
+@pytest.mark.parametrize("words", IGNORED)
+def test_an_option_that_would_be_ignored_is_refused(words):
+    arguments = ["absent.yaml", *words.split()]
+    result = CliRunner().invoke(train_app, arguments, standalone_mode=False)
     assert isinstance(result.exception, BadOption)
-    assert str(result.exception).startswith(message)
+    assert str(result.exception).startswith(IGNORED[words])
 
 
 def test_the_command_prints_a_table_or_json(path):

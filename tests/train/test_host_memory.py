@@ -8,6 +8,7 @@ tests/train/test_host_memory.py
 import json
 import os
 import resource
+from functools import partial
 
 import psutil
 import pytest
@@ -17,17 +18,16 @@ from transformers import AutoModelForCausalLM
 
 import coca_hf
 from coca_hf.train import model, stages
-from coca_hf.train.trainer import StageTrainer
-from tests.train.layouts import FSDP2, Run, succeed
+from tests.train.layouts import FSDP2, Run, before_each_step, succeed
 
 pytestmark = pytest.mark.real
 SIZES = {"hidden_size": 1024, "intermediate_size": 2816}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 8}
 
 
-def note_memory(directory):
+def note_memory(directory, all_load):
     """Bytes of a process before and after it loads the model, and their peak up to step 1."""
-    load, step, facts = stages._load, StageTrainer.training_step, {}
+    load, facts = stages._load, {}
 
     def load_and_note(*arguments):
         facts["before"] = psutil.Process().memory_info().rss
@@ -35,24 +35,14 @@ def note_memory(directory):
         facts["loaded"] = psutil.Process().memory_info().rss
         return loaded
 
-    def note_and_step(*arguments):
+    def note_peak(trainer):
         facts["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         (directory / f"{os.environ['RANK']}.json").write_text(json.dumps(facts))
-        return step(*arguments)
 
-    stages._load, StageTrainer.training_step = load_and_note, note_and_step
-
-
-class Note:
-    """`note_memory` for a directory, as the launcher's processes get it."""
-
-    def __init__(self, directory, all_load=False):
-        self.directory, self.all_load = directory, all_load
-
-    def __call__(self):
-        note_memory(self.directory)
-        if self.all_load:
-            model.weights_are_sent_here = lambda: False
+    stages._load = load_and_note
+    before_each_step(note_peak)
+    if all_load:
+        model.weights_are_sent_here = lambda: False
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +50,8 @@ def large_recipe(tiny_tokenizer, real_recipe, tmp_path_factory):
     """A recipe that trains a few weights of a model of 0.4 GB, and the bytes of all of them."""
     directory = tmp_path_factory.mktemp("large")
     layers = int(os.environ.get("COCA_LAYERS", "8"))
-    config = coca_hf.CocaLlamaConfig(
-        **SIZES, num_hidden_layers=layers, vocab_size=len(tiny_tokenizer)
-    )
+    sizes = SIZES | {"num_hidden_layers": layers, "vocab_size": len(tiny_tokenizer)}
+    config = coca_hf.CocaLlamaConfig(**sizes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     model.to_empty(device="cpu")
@@ -81,9 +70,8 @@ def large_recipe(tiny_tokenizer, real_recipe, tmp_path_factory):
 def peaks(recipe, num_bytes, directory, all_load=False) -> list[float]:
     """The peak of each process above its start, as a share of the bytes of all weights."""
     directory.mkdir()
-    succeed(
-        directory, [Run([recipe, "--out", directory / "out"], FSDP2, Note(directory, all_load))]
-    )
+    note = partial(note_memory, directory, all_load)
+    succeed(directory, [Run([recipe, "--out", directory / "out"], FSDP2, note)])
     facts = [json.loads((directory / f"{rank}.json").read_text()) for rank in (0, 1)]
     for rank, of_rank in enumerate(facts):
         values = {name: round(value / 1e9, 2) for name, value in of_rank.items()}

@@ -15,10 +15,9 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_hf import convert_checkpoint
-from coca_hf.train.trainer import StageTrainer
-from tests.train.layouts import FSDP2, Host, Run, launch, succeed
-from tests.train.results import log_lines
-from tests.train.test_kills import STAGES, final_losses, slow_steps
+from tests.train.layouts import FSDP2, Host, Run, before_each_step, launch, succeed
+from tests.train.results import STAGES, log_lines
+from tests.train.test_kills import final_losses, slow_steps
 
 pytestmark = pytest.mark.real
 SILENCE = 8  # seconds: training.ddp_timeout
@@ -60,9 +59,7 @@ def lose(launched) -> None:
     launched.wait()
 
 
-def test_a_lost_host_and_then_a_cut_link_end_with_the_losses_of_an_unbroken_run(
-    real_recipe, hosts, tmp_path
-):
+def test_a_lost_host_and_a_cut_link_end_with_the_unbroken_losses(real_recipe, hosts, tmp_path):
     arguments = [real_recipe, f"training.ddp_timeout={SILENCE}", "training.save_steps=1"]
     succeed(tmp_path, [Run([*arguments, "--out", tmp_path / "unbroken"], FSDP2)])
     out = tmp_path / "out"
@@ -116,14 +113,12 @@ def disks(tiny_tokenizer, tmp_path):
 
 def note_reads(directory):
     """Bytes that each process has had read from a disk until its first step."""
-    plain = StageTrainer.training_step
 
-    def step(*arguments):
+    def note(trainer):
         counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
         (directory / f"rank-{os.environ['RANK']}").write_text(counts["read_bytes"])
-        return plain(*arguments)
 
-    StageTrainer.training_step = step
+    before_each_step(note)
 
 
 def test_each_host_reads_weights_from_its_disk_once_at_most(disks, real_recipe, hosts, tmp_path):
@@ -144,9 +139,8 @@ def test_each_host_reads_weights_from_its_disk_once_at_most(disks, real_recipe, 
     for launched in launches:
         assert launched.wait() == 0, launched.output.read_text()
     read = [int((tmp_path / f"rank-{rank}").read_text()) for rank in range(4)]
-    model, teacher = (
-        (disks[0] / name / "model.safetensors").stat().st_size for name in ("model", "teacher")
-    )
+    files = (disks[0] / name / "model.safetensors" for name in ("model", "teacher"))
+    model, teacher = (file.stat().st_size for file in files)
     # Python's own files may come from the disk, too
     assert 0.95 < (read[0] + read[1]) / (model + teacher) < 1.4, read
     assert 0.95 < (read[2] + read[3]) / teacher < 1.4, read  # it is sent its part of the model

@@ -37,15 +37,12 @@ def hub(tiny_coca_dir, tiny_llama_dir, tmp_path, monkeypatch):
     return tmp_path / "hub"
 
 
-def test_a_model_on_the_hub_is_read_at_its_revision_and_keeps_record_card_and_licence(
-    hub, train, tmp_path
-):
+def test_a_model_is_read_at_its_revision_and_keeps_card_and_licence(hub, train, tmp_path):
     for name, commit in (("somebody/coca", FIRST), ("somebody/coca@v2", SECOND)):
         out = tmp_path / commit
         result = train(f"model={name}", out=out)
-        assert json.loads((out / "inputs.json").read_text())["hub"] == {
-            "model": f"somebody/coca@{commit}"
-        }
+        inputs = json.loads((out / "inputs.json").read_text())
+        assert inputs["hub"] == {"model": f"somebody/coca@{commit}"}
         kept = record(result)
         assert kept["base_model"] == kept["recipe"]["model"] == f"somebody/coca@{commit}"
         theirs = weights(hub / f"models--somebody--coca/snapshots/{commit}")
@@ -60,9 +57,8 @@ def test_everything_that_stages_hand_on_is_fetched_from_the_hub(monkeypatch, tmp
     fetched = []
 
     def download(path, revision, allow_patterns):
-        fetched.extend(
-            filter_repo_objects([*files, "w.safetensors"], allow_patterns=allow_patterns)
-        )
+        names = [*files, "w.safetensors"]
+        fetched.extend(filter_repo_objects(names, allow_patterns=allow_patterns))
         return tmp_path / FIRST
 
     monkeypatch.setattr(model, "snapshot_download", download)

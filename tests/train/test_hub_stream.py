@@ -41,14 +41,12 @@ def hub(texts, tmp_path, monkeypatch):
 
 
 def test_the_blocks_are_those_of_the_files_on_disk(hub, tiny_tokenizer, tmp_path):
-    sources = {
-        path: [Source(path=path, weight=1, column="code")] for path in (REPO, str(hub.local))
-    }
-    # several passes
     streamed, local = (
-        make_corpus(of_path, tiny_tokenizer, SEQ_LEN, tmp_path / "prepared", 3).prepare(200)
-        for of_path in sources.values()
-    )
+        make_corpus([source], tiny_tokenizer, SEQ_LEN, tmp_path / "prepared", 3).prepare(200)
+        for source in (
+            Source(path=path, weight=1, column="code") for path in (REPO, str(hub.local))
+        )
+    )  # several passes
     assert tokens_of(streamed) == tokens_of(local)
     assert torch.equal(streamed.held_out, local.held_out)
     assert any("/resolve/" in path for path in hub.asked)
@@ -95,9 +93,7 @@ def test_a_network_that_fails_in_the_middle_is_one_line_and_the_run_continues_at
     assert (source["on_hub"], source["commit"]) == (True, "1" * 40)
 
 
-def test_a_hub_that_does_not_answer_at_the_start_is_one_line_and_nothing_is_written(
-    hub, recipe_of, tmp_path
-):
+def test_a_hub_that_does_not_answer_is_one_line_and_nothing_is_written(hub, recipe_of, tmp_path):
     hub.commits.clear()
     message = "somebody/lines: no such file here, and not readable as a data set on the hub"
     with pytest.raises(CocaError, match=message):

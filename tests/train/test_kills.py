@@ -20,12 +20,10 @@ from coca_hf.train import stages
 from coca_hf.train.processes import EXIT_STOPPED
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
-from coca_hf.train.trainer import StageTrainer
-from tests.train.layouts import FSDP2, Run, launch, succeed, warm_server
-from tests.train.results import log_lines, record
+from tests.train.layouts import FSDP2, Run, before_each_step, launch, succeed, warm_server
+from tests.train.results import STAGES, log_lines, record
 
 pytestmark = pytest.mark.real
-STAGES = ["1-k", "2-qkv", "3-full"]
 KILLS = int(os.environ.get("COCA_KILLS", "4"))
 VICTIMS = ["launcher", "rank 1", "all ranks", "rank 0"]
 
@@ -35,6 +33,11 @@ def final_losses(out):
     return [(kept["final_loss"], kept["held_out"]["after"]) for kept in records]
 
 
+def assert_held_out_losses_of(unbroken, out):
+    for (_, ours), (_, theirs) in zip(final_losses(out), final_losses(unbroken), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+
+
 def signal_rank_1(number):
     if os.environ.get("RANK", "1") == "1":
         os.kill(os.getpid(), number)
@@ -42,24 +45,16 @@ def signal_rank_1(number):
 
 def signal_in_step_2(number):
     """The signal reaches one process only, in its second step of stage k."""
-    plain = StageTrainer.training_step
 
-    def step(self, *args):
-        if self.state.global_step == 1 and "1-k" in self.args.output_dir:
+    def signal_then(trainer):
+        if trainer.state.global_step == 1 and "1-k" in trainer.args.output_dir:
             signal_rank_1(number)
-        return plain(self, *args)
 
-    StageTrainer.training_step = step
+    before_each_step(signal_then)
 
 
 def slow_steps(seconds=0.2):
-    plain = StageTrainer.training_step
-
-    def step(*args):
-        time.sleep(seconds)
-        return plain(*args)
-
-    StageTrainer.training_step = step
+    before_each_step(lambda trainer: time.sleep(seconds))
 
 
 def test_a_signal_to_one_process_stops_all_after_a_checkpoint_and_nothing_is_lost(
@@ -84,13 +79,10 @@ def test_a_signal_to_one_process_stops_all_after_a_checkpoint_and_nothing_is_los
         # means over other intervals
         assert ours[-1]["loss"] == pytest.approx(theirs[-1]["loss"], abs=0.5)
         assert ours[-1]["tokens_seen"] == theirs[-1]["tokens_seen"]
-    for ours, theirs in zip(final_losses(out), final_losses(real_unbroken), strict=True):
-        assert ours[1] == pytest.approx(theirs[1], abs=1e-5)
+    assert_held_out_losses_of(real_unbroken, out)
 
 
-def test_sigterm_ends_the_command_with_its_code_and_a_checkpoint(
-    real_recipe, real_unbroken, tmp_path
-):
+def test_sigterm_ends_the_command_with_75_and_a_checkpoint(real_recipe, real_unbroken, tmp_path):
     out = tmp_path / "out"
     hook = partial(signal_in_step_2, signal.SIGTERM)
     launched = launch(tmp_path, [Run([real_recipe, "--out", out], hook=hook)], processes=1)
@@ -114,9 +106,7 @@ def signal_while_the_result_of_stage_k_is_written():
     stages._complete = signal_and_complete
 
 
-def test_a_signal_between_two_stages_stops_all_processes_before_the_next_one(
-    real_recipe, real_unbroken, tmp_path
-):
+def test_a_signal_between_stages_stops_all_processes_there(real_recipe, real_unbroken, tmp_path):
     out = tmp_path / "out"
     hook = signal_while_the_result_of_stage_k_is_written
     launched = launch(tmp_path, [Run([real_recipe, "--out", out], FSDP2, hook)])
@@ -128,8 +118,7 @@ def test_a_signal_between_two_stages_stops_all_processes_before_the_next_one(
     assert json.loads((out / "stopped.json").read_text()) == {"signal": "SIGTERM", "stage": "qkv"}
     assert not (out / "2-qkv").exists()
     run_recipe(load_recipe(real_recipe), out, resume=True)
-    for ours, theirs in zip(final_losses(out), final_losses(real_unbroken), strict=True):
-        assert ours[1] == pytest.approx(theirs[1], abs=1e-5)
+    assert_held_out_losses_of(real_unbroken, out)
 
 
 def die_before(module, name):
@@ -143,21 +132,19 @@ def die_before(module, name):
     setattr(module, name, die_or_go_on)
 
 
-@pytest.mark.parametrize(
-    "hook",
-    [
-        partial(signal_in_step_2, signal.SIGKILL),
-        partial(die_before, "trainer", "save_state"),
-        partial(die_before, "stages", "_complete"),
-    ],
-    ids=["in step 2", "in a checkpoint", "while the result is written"],
-)
+DYING = {
+    "in step 2": partial(signal_in_step_2, signal.SIGKILL),
+    "in a checkpoint": partial(die_before, "trainer", "save_state"),
+    "while the result is written": partial(die_before, "stages", "_complete"),
+}
+
+
+@pytest.mark.parametrize("moment", DYING)
 def test_a_survivor_of_another_process_says_so_in_one_line_and_does_not_blame_the_disk(
-    real_recipe, tmp_path, hook
+    real_recipe, tmp_path, moment
 ):
-    launched = launch(
-        tmp_path, [Run([real_recipe, "--stage", "k", "--out", tmp_path / "out"], FSDP2, hook)]
-    )
+    arguments = [real_recipe, "--stage", "k", "--out", tmp_path / "out"]
+    launched = launch(tmp_path, [Run(arguments, FSDP2, DYING[moment])])
     assert launched.wait(120) != 0
     printed = launched.printed()
     assert "error: another process of this run has ended, see its own message; co" in printed
@@ -256,14 +243,9 @@ def killed_at_random(victim, recipe, seconds, draw, directory):
         )
         files = [str(path.relative_to(out)) for path in [*out.glob("*"), *out.glob("*/trainer/*")]]
         kill(victim, launched, out)
-        if (
-            is_there
-            and launched.process.exitcode
-            and not (out / STAGES[-1] / "training.json").exists()
-        ):
-            print(
-                f"{victim} after {moment:.1f} s of {seconds:.1f}, with {sorted(files)}, at try "
-                f"{number + 1}"
-            )
+        complete = (out / STAGES[-1] / "training.json").exists()
+        if is_there and launched.process.exitcode and not complete:
+            moment = f"after {moment:.1f} s of {seconds:.1f}, at try {number + 1}"
+            print(f"{victim} {moment}, with {sorted(files)}")
             return out
     raise AssertionError(f"no moment when {victim} was there: {launched.output.read_text()}")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from coca_hf import CocaError
 from coca_hf.train import model, stages
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
@@ -54,9 +55,8 @@ def watch():
         teacher = list(trainer.objective._teacher.parameters()) if trainer.objective else []
         facts["learns"] = any(p.requires_grad or p.grad is not None for p in teacher)
         facts["sharded"] = any(isinstance(p, DTensor) for p in teacher)
-        facts["optimized"] = any(
-            p is q for p in teacher for q in trainer.optimizer.param_groups[0]["params"]
-        )
+        optimized = trainer.optimizer.param_groups[0]["params"]
+        facts["optimized"] = any(p is q for p in teacher for q in optimized)
         path = run.directory.parent.parent / f"{run.directory.name} {os.environ['RANK']}.json"
         path.write_text(json.dumps(facts))
         complete(run, trainer, *rest)
@@ -112,8 +112,6 @@ def test_a_model_that_only_the_main_process_cannot_load_ends_all_in_one_line(rea
 
 
 def fail_in_main_process():
-    from coca_hf.errors import CocaError
-
     def load_model(*_):
         raise CocaError("the checkpoint of a test")
 

@@ -60,9 +60,8 @@ def test_every_line_of_the_log_has_time_speed_and_memory_and_no_mfu_on_a_cpu(sho
 
 
 def test_the_held_out_loss_is_measured_before_after_and_at_every_interval(shown):
-    measured = {
-        line["step"]: line["held_out_loss"] for line in logged(shown[0]) if "held_out_loss" in line
-    }
+    lines = [line for line in logged(shown[0]) if "held_out_loss" in line]
+    measured = {line["step"]: line["held_out_loss"] for line in lines}
     assert sorted(measured) == [0, 2, STEPS]
     kept = json.loads((shown[0] / "1-k/training.json").read_text())["held_out"]
     assert (kept["before"], kept["after"]) == (measured[0], measured[STEPS])

@@ -20,11 +20,10 @@ from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from tests.train.conftest import make_recipe_tree
 from tests.train.layouts import Run, launch, succeed
-from tests.train.results import log_lines
+from tests.train.results import STAGES, log_lines
 from tests.train.test_resume import die_in_step_4
 
 wandb = pytest.importorskip("wandb")
-STAGES = ["1-k", "2-qkv", "3-full"]
 LOGGERS = ["training.report_to=[wandb,trackio]", "training.project=tiny"]
 # of LevelDB's log format, in which Weights & Biases writes its files
 BLOCK, HEAD, COMPLETE = (2**15, 7, (1, 4))
@@ -95,9 +94,8 @@ def of_trackio(directory):
 @pytest.mark.parametrize("rows_of", [of_wandb, of_trackio])
 def test_every_stage_is_a_run_with_the_losses_and_rates_of_its_log_at_every_step(logged, rows_of):
     rows = list(rows_of(logged))
-    assert {(project, name) for project, name, _ in rows} == {
-        ("tiny", f"tiny-run/{stage}") for stage in STAGES
-    }
+    runs = {("tiny", f"tiny-run/{stage}") for stage in STAGES}
+    assert {(project, name) for project, name, _ in rows} == runs
     for stage in STAGES:
         own = [row for _, name, row in rows if name == f"tiny-run/{stage}" and "train/loss" in row]
         keys, of_row = ("loss", "learning_rate"), ("train/loss", "train/learning_rate")
@@ -115,10 +113,10 @@ def test_a_resumed_stage_continues_its_run_of_wandb(logged):
 
 
 NOT_THERE = {
-    "tensorboard": "stages.k.report_to: TensorBoardCallback requires tensorboard to be installed",
-    "wandb": "stages.k.report_to: WandbCallback requires wandb to be installed. Run `pip install wandb`.",
-    "trackio": "stages.k.report_to: TrackioCallback requires trackio to be installed. Run `pip install trackio`.",
-    "wandbb": "stages.k.report_to: wandbb is not supported, only",
+    "tensorboard": "TensorBoardCallback requires tensorboard to be installed",
+    "wandb": "WandbCallback requires wandb to be installed. Run `pip install wandb`.",
+    "trackio": "TrackioCallback requires trackio to be installed. Run `pip install trackio`.",
+    "wandbb": "wandbb is not supported, only",
 }
 
 
@@ -126,12 +124,11 @@ NOT_THERE = {
 def test_a_logger_that_is_not_there_is_refused_before_anything_is_written(
     recipe_path, tmp_path, monkeypatch, name
 ):
+    utils = "transformers.integrations.integration_utils"
     for package in ("tensorboard", "wandb", "trackio"):
-        monkeypatch.setattr(
-            f"transformers.integrations.integration_utils.is_{package}_available", lambda: False
-        )
+        monkeypatch.setattr(f"{utils}.is_{package}_available", lambda: False)
     recipe = load_recipe(recipe_path, [f"training.report_to={name}"])
-    with pytest.raises(CocaError, match=NOT_THERE[name]):
+    with pytest.raises(CocaError, match=f"stages.k.report_to: {NOT_THERE[name]}"):
         run_recipe(recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

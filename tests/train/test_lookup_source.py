@@ -6,11 +6,7 @@ import yaml
 from torch.nn.functional import cross_entropy, kl_div
 
 from coca_hf.train.model import load_model
-from coca_hf.train.objectives import (
-    answer_loss,
-    answer_weights,
-    distillation_loss,
-)
+from coca_hf.train.objectives import answer_loss, answer_weights, distillation_loss
 from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import run_recipe
 from tests.train.corpora import make_corpus
@@ -101,9 +97,8 @@ def test_the_loss_on_answers_is_the_mean_over_those_of_each_block(predictions):
 
 def test_distillation_adds_the_mean_over_answers_to_that_over_tokens(predictions):
     ours, theirs, _, answers = predictions
-    divergence = kl_div(
-        ours.log_softmax(-1), theirs.log_softmax(-1), log_target=True, reduction="none"
-    ).sum(-1)
+    logarithms = ours.log_softmax(-1), theirs.log_softmax(-1)
+    divergence = kl_div(*logarithms, log_target=True, reduction="none").sum(-1)
     expected = divergence.mean() + 3 * mean_over_answers(divergence[:, :-1], answers)
     found = distillation_loss(ours, theirs, weights=1 + 3 * answer_weights(answers))
     torch.testing.assert_close(found, expected)
@@ -112,15 +107,11 @@ def test_distillation_adds_the_mean_over_answers_to_that_over_tokens(predictions
 def lookups_recipe(recipe_path, *settings):
     path = load_recipe(recipe_path).data.sources[0].path
     sources = f"data.sources=[{{path: '{path}', weight: 3}}, {{synthetic: lookups, weight: 6}}]"
-    positions = "config.max_position_embeddings=400"
-    return load_recipe(
-        recipe_path, ["data.seq_len=100", positions, sources, "data.held_out_blocks=2", *settings]
-    )
+    data = ["data.seq_len=100", "data.held_out_blocks=2", sources]
+    return load_recipe(recipe_path, [*data, "config.max_position_embeddings=400", *settings])
 
 
-@pytest.mark.parametrize(
-    "positions", [[], ["data.skip_positions=333"]], ids=["in order", "skipped"]
-)
+@pytest.mark.parametrize("positions", [[], ["data.skip_positions=333"]])
 def test_a_stage_adds_the_loss_on_answers_and_logs_it(
     recipe_path, tiny_llama_dir, tmp_path, positions
 ):

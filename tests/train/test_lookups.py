@@ -66,9 +66,8 @@ def test_every_block_draws_its_passages_from_all_ordinary_tokens(block, text, ti
 
 
 def test_inserted_words_have_the_tokens_that_they_have_within_a_text(tiny_tokenizer):
-    pieces = Lookups(tiny_tokenizer)._encode(
-        [lookups.Wording(" the code: ", "é47", ".\n"), lookups.Wording("\nx")]
-    )
+    wordings = [lookups.Wording(" the code: ", "é47", ".\n"), lookups.Wording("\nx")]
+    pieces = Lookups(tiny_tokenizer)._encode(wordings)
     answer = [number for number, marked in zip(*pieces[0], strict=True) if marked]
     assert tiny_tokenizer.decode(pieces[0].ids) == " the code: é47.\n"
     assert tiny_tokenizer.decode(answer) == "é47"

@@ -7,11 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_hf.train import objectives
 from coca_hf.train.model import load_model, load_teacher
-from coca_hf.train.objectives import (
-    Objective,
-    chunk_cross_entropy_,
-    distillation_loss,
-)
+from coca_hf.train.objectives import Objective, chunk_cross_entropy_, distillation_loss
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from tests.conftest import TINY
@@ -21,11 +17,8 @@ from tests.train.results import log_lines
 def test_distillation_is_the_mean_divergence_with_its_gradient(monkeypatch):
     monkeypatch.setattr(objectives, "_CHUNK_TOKENS_OF_CPU", 7)  # does not divide 3 x 5
     student, teacher = torch.randn(3, 5, 11, requires_grad=True), torch.randn(3, 5, 11)
-    expected = kl_div(
-        student.log_softmax(-1).view(-1, 11),
-        teacher.softmax(-1).view(-1, 11),
-        reduction="batchmean",
-    )
+    ours, theirs = student.log_softmax(-1).view(-1, 11), teacher.softmax(-1).view(-1, 11)
+    expected = kl_div(ours, theirs, reduction="batchmean")
     (wanted,) = torch.autograd.grad(expected, student)
     loss = distillation_loss(student, teacher)
     (gradient,) = torch.autograd.grad(loss, student)
@@ -105,16 +98,10 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(tiny_llama_d
     assert set(objective.take_means()) == {"loss_lm", "loss_distill"}
 
 
-def overrides(teacher, objective) -> list[str]:
-    return [f"teacher={teacher}", f"stages.qkv.objective={objective}"]
-
-
-def test_a_stage_logs_each_loss_and_its_checkpoint_holds_no_teacher(
-    recipe_path, tiny_llama_dir, tmp_path
-):
-    before = {file.name: file.read_bytes() for file in tiny_llama_dir.glob("*.safetensors")}
-    out, mixed = tmp_path / "out", "{lm: 0.5, distill: 0.25}"
-    settings = [*overrides(tiny_llama_dir, mixed), "stages.qkv.logging_steps=1"]
+def test_a_stage_logs_each_loss_and_saves_no_teacher(recipe_path, tiny_llama_dir, tmp_path):
+    before = (tiny_llama_dir / "model.safetensors").read_bytes()
+    out, mixed = tmp_path / "out", "stages.qkv.objective={lm: 0.5, distill: 0.25}"
+    settings = [f"teacher={tiny_llama_dir}", mixed, "stages.qkv.logging_steps=1"]
     recipe = load_recipe(recipe_path, settings)
     for stage in ("k", "qkv"):
         run_recipe(recipe, out, stage, resume=True)
@@ -123,13 +110,10 @@ def test_a_stage_logs_each_loss_and_its_checkpoint_holds_no_teacher(
         assert line["loss"] == pytest.approx(parts, rel=1e-4)
         assert line["loss_distill"] > 0
     assert "loss_lm" not in (out / "1-k/log.jsonl").read_text()
-    shapes = {
-        name: value.shape for name, value in load_model(str(out / "1-k")).state_dict().items()
-    }
-    assert shapes == {
-        name: value.shape for name, value in load_model(str(out / "2-qkv")).state_dict().items()
-    }
-    assert before == {file.name: file.read_bytes() for file in tiny_llama_dir.glob("*.safetensors")}
+    states = (load_model(str(out / stage)).state_dict() for stage in ("1-k", "2-qkv"))
+    one, other = ({name: value.shape for name, value in state.items()} for state in states)
+    assert one == other
+    assert (tiny_llama_dir / "model.safetensors").read_bytes() == before
 
 
 def test_the_weight_of_the_only_objective_counts(recipe_path, unbroken, tmp_path):

@@ -95,12 +95,8 @@ def test_bfloat16_computes_close_to_float32_and_keeps_float32_weights(run):
 def test_a_compiled_run_is_the_plain_one(run, tiny_coca_dir):
     """One layer, with a backend that traces both passes but does not compile C++ for minutes."""
     small = {"model_type": "coca_llama", **TINY, "num_hidden_layers": 1}
-    one_layer = [
-        "model=null",
-        f"tokenizer={tiny_coca_dir}",
-        f"config={small}",
-        "stages.k.max_steps=1",
-    ]
+    one_layer = ["model=null", f"tokenizer={tiny_coca_dir}", f"config={small}"]
+    one_layer.append("stages.k.max_steps=1")
     plain, _ = run(*one_layer)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -170,9 +166,8 @@ def test_a_fused_cross_entropy_is_the_plain_one_with_its_gradients(num_items, mo
     labels = torch.randint(11, (3, 5), device=device)
     labels[1, 2:] = -100
     targets = labels[:, 1:].flatten()
-    expected = functional.cross_entropy(
-        head(hidden)[:, :-1].flatten(0, 1).float(), targets, reduction="sum"
-    )
+    logits = head(hidden)[:, :-1].flatten(0, 1).float()
+    expected = functional.cross_entropy(logits, targets, reduction="sum")
     expected = expected / ((targets >= 0).sum() if num_items is None else num_items)
     inputs = (hidden, head.weight, head.bias)
     wanted = torch.autograd.grad(expected, inputs)

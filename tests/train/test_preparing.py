@@ -25,37 +25,29 @@ def arguments(real_recipe, tmp_path):
     return [real_recipe, setting, *STAGE, "--out", tmp_path / "out"]
 
 
-def slowly(seconds: float = 0.1):
-    """Encode one document at a time."""
-    plain = tokens.Encoder.__call__
-    tokens.PIECE_CHARACTERS = 700
-    processes.FAREWELL_SECONDS = 2.0  # for one that was killed and cannot be told
+def slowed(owner, name, seconds):
+    plain = getattr(owner, name)
 
-    def encode(*arguments):
+    def slow(*arguments):
         time.sleep(seconds)
         return plain(*arguments)
 
-    tokens.Encoder.__call__ = encode
+    setattr(owner, name, slow)
+
+
+def slowly():
+    """Encode one document at a time."""
+    tokens.PIECE_CHARACTERS = 700
+    processes.FAREWELL_SECONDS = 2.0  # for one that was killed and cannot be told
+    slowed(tokens.Encoder, "__call__", 0.1)
 
 
 def start_slowly():
-    plain = Corpus._first_state
-
-    def first_state(self):
-        time.sleep(10)
-        return plain(self)
-
-    Corpus._first_state = first_state
+    slowed(Corpus, "_first_state", 10)
 
 
 def read_slowly():
-    plain = data.file_hash
-
-    def file_hash(*arguments):
-        time.sleep(5)  # there are two files
-        return plain(*arguments)
-
-    data.file_hash = file_hash
+    slowed(data, "file_hash", 5)  # there are two files
 
 
 def with_disks_of_their_own():
@@ -70,10 +62,8 @@ def wait_until_it_prepares(launched, directory: Path) -> None:
     time.sleep(1)
 
 
-@pytest.mark.parametrize("hook", [start_slowly, read_slowly], ids=["blocks", "hashes"])
-def test_a_preparation_may_take_longer_than_collectives_may(
-    arguments, real_unbroken, tmp_path, hook
-):
+@pytest.mark.parametrize("hook", [start_slowly, read_slowly])
+def test_a_preparation_may_outlast_the_collectives_limit(arguments, real_unbroken, tmp_path, hook):
     printed = succeed(tmp_path, [Run([*arguments, "training.ddp_timeout=8"], DDP, hook)])
     assert printed.count("data: preparing 12 blocks") == 1
     assert logged(tmp_path / "out/1-k") == pytest.approx(logged(real_unbroken / "1-k"), abs=1e-4)
@@ -87,9 +77,7 @@ def test_every_host_that_does_not_see_the_blocks_prepares_them(arguments, real_u
         assert (one / name).read_bytes() == (other / name).read_bytes()
 
 
-def test_an_error_of_the_process_that_prepares_ends_all_with_its_line(
-    arguments, real_text, tmp_path
-):
+def test_an_error_of_the_process_that_prepares_ends_all_with_it(arguments, real_text, tmp_path):
     rows = (real_text / "topics.jsonl").read_text() + '{"text": 5}\n'
     (tmp_path / "topics.jsonl").write_text(rows)
     changed = [*arguments, f"data.sources.0.path={tmp_path / 'topics.jsonl'}"]
@@ -124,9 +112,7 @@ def test_a_signal_to_one_process_stops_all_and_the_blocks_are_kept(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_if_one_process_is_killed_the_other_does_not_wait_for_ever(
-    arguments, real_unbroken, tmp_path, rank
-):
+def test_if_one_is_killed_the_other_does_not_hang(arguments, real_unbroken, tmp_path, rank):
     launched = launch(tmp_path, [Run(arguments, DDP, slowly)])
     wait_until_it_prepares(launched, tmp_path)
     ranks = launched.ranks()

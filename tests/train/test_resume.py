@@ -7,11 +7,11 @@ import io
 import json
 import os
 import pickle
-import resource
 import shutil
 import signal
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
@@ -29,10 +29,15 @@ from coca_hf.train.run_directory import last_checkpoint
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer, _Unpickler, load_state, save_state
 from tests.train.conftest import make_recipe_tree
-from tests.train.layouts import Interrupted, Run, interrupt_in_step, launch
-from tests.train.results import assert_same_weights, logged, record, timeless
-
-STAGES = ["1-k", "2-qkv", "3-full"]
+from tests.train.layouts import Interrupted, Run, before_each_step, interrupt_in_step, launch
+from tests.train.results import (
+    STAGES,
+    assert_same_weights,
+    logged,
+    no_file_above,
+    record,
+    timeless,
+)
 
 
 class Payload:
@@ -50,14 +55,11 @@ def die():
 
 
 def die_in_step_4():
-    plain = StageTrainer.training_step
-
-    def step(self, *args):
-        if "2-qkv" in self.args.output_dir and self.state.global_step == 3:
+    def die_in_stage_2(trainer):
+        if "2-qkv" in trainer.args.output_dir and trainer.state.global_step == 3:
             die()
-        return plain(self, *args)
 
-    StageTrainer.training_step = step
+    before_each_step(die_in_stage_2)
 
 
 def die_with_a_checkpoint_half_written():
@@ -121,12 +123,21 @@ def test_a_killed_run_resumes_to_the_same_bits(recipe_path, unbroken, tmp_path, 
     assert_same_run(out, unbroken)
 
 
+@contextmanager
+def stopped_before_its_result(monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("coca_hf.train.stages._complete", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
 def test_log_lines_of_repeated_steps_are_dropped(train, unbroken, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    monkeypatch.setattr("coca_hf.train.stages._complete", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with stopped_before_its_result(monkeypatch):
         train()
-    monkeypatch.undo()
     with (out / "1-k/log.jsonl").open("a") as log:
         log.write('{"step": 99, "loss": 1.0}\n{"step": 100, "lo')
     train(resume=True)
@@ -138,10 +149,8 @@ def test_the_last_held_out_loss_is_that_of_the_last_step_when_only_the_result_is
 ):
     settings = ["stages.k.max_steps=10", "stages.k.held_out_steps=2", "training.save_steps=5"]
     recipe, out = load_recipe(real_recipe, settings), tmp_path / "out"
-    monkeypatch.setattr("coca_hf.train.stages._complete", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with stopped_before_its_result(monkeypatch):
         run_recipe(recipe, out, "k")
-    monkeypatch.undo()
     run_recipe(recipe, out, "k", resume=True)
     held_out = [line for line in timeless(out / "1-k") if "held_out_loss" in line]
     assert [line["step"] for line in held_out] == [0, 2, 4, 6, 8, 10]
@@ -150,17 +159,9 @@ def test_the_last_held_out_loss_is_that_of_the_last_step_when_only_the_result_is
     assert (kept["before"], kept["after"]) == (losses[0], losses[-1])
 
 
-def interrupt(*args):
-    raise KeyboardInterrupt
-
-
-def test_a_full_disk_is_one_line_and_the_run_continues_once_there_is_room(
-    train, unbroken, tmp_path
-):
+def test_a_full_disk_is_one_line_and_the_run_continues_with_room(train, unbroken, tmp_path):
     out = tmp_path / "out"
-    message = (
-        r"1-k/trainer: cannot be written \(0.01 MB needed, \S+ GB free\): .*; what was saved before"
-    )
+    message = r"1-k/trainer: cannot be written \(0.01 MB needed, \S+ GB free\): .*; what was saved"
     with no_file_above(5_000), pytest.raises(CocaError, match=message) as caught:
         train()
     assert not any(word in str(caught.value) for word in ("\n", "Traceback"))
@@ -178,10 +179,9 @@ def test_a_disk_that_is_full_at_the_end_of_a_stage_keeps_its_last_checkpoint(
     with pytest.raises(CocaError, match=message):
         train()
     monkeypatch.undo()
-    own_copy = shutil.copytree(
-        out / "1-k/trainer/checkpoint-3", out / "1-k/trainer/checkpoint-9-mine"
-    )
-    assert last_checkpoint(out / "1-k/trainer").name == "checkpoint-3"
+    saved = out / "1-k/trainer"
+    own_copy = shutil.copytree(saved / "checkpoint-3", saved / "checkpoint-9-mine")
+    assert last_checkpoint(saved).name == "checkpoint-3"
     assert not (out / "1-k/training.json").exists()
     train(resume=True)
     assert (own_copy / "state").exists()
@@ -210,17 +210,6 @@ def save_result_on_a_full_disk(self, output_dir=None, _internal_call=False):
         Trainer.save_model(self, output_dir, _internal_call)
 
 
-@contextmanager
-def no_file_above(size: int):
-    """Let no file grow beyond this many bytes, which looks like a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_an_empty_directory_resumes_to_a_fresh_run(recipe_path, tmp_path):
     (tmp_path / "out").mkdir()
     # killed while it wrote its first file
@@ -238,23 +227,16 @@ def test_an_out_below_a_file_is_refused_in_one_line(train, tmp_path):
         train(stage=None, out=tmp_path / "file/out")
 
 
-def test_a_disk_without_room_for_a_checkpoint_is_found_before_writing(
-    train, unbroken, tmp_path, monkeypatch
-):
-    out, real = tmp_path / "out", shutil.disk_usage
-    calls = []
-
-    def usage(path):
-        calls.append(path)
-        return real(path)._replace(free=10**9 if len(calls) < 2 else 20)
-
-    monkeypatch.setattr("coca_hf.train.run_directory.shutil.disk_usage", usage)
+def test_a_disk_without_room_is_found_before_writing(train, unbroken, tmp_path, monkeypatch):
+    out, real, free = tmp_path / "out", shutil.disk_usage, chain([10**9], repeat(20))
+    usage = "coca_hf.train.run_directory.shutil.disk_usage"
+    monkeypatch.setattr(usage, lambda path: real(path)._replace(free=next(free)))
     message = r"1-k/trainer: got 0.00 MB free, expected 0.01 MB for checkpoint-3; what was saved before is untouched"
     with pytest.raises(CocaError, match=message):
-        train(out=out)
+        train()
     monkeypatch.undo()
     assert last_checkpoint(out / "1-k/trainer").name == "checkpoint-2"
-    train(out=out, resume=True)
+    train(resume=True)
     assert_same_run(out, unbroken, STAGES[:1])
 
 
@@ -288,16 +270,21 @@ def change_epsilon(config: Path) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 1e-3}))
 
 
+@pytest.fixture
+def first_stage(unbroken, tmp_path) -> Path:
+    """OUT with the first stage of the unbroken run."""
+    shutil.copytree(unbroken / "1-k", tmp_path / "out/1-k")
+    shutil.copy(unbroken / "recipe.yaml", tmp_path / "out")
+    return tmp_path / "out"
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_a_changed_result_of_the_stage_before_is_refused(train, unbroken, tmp_path, name):
-    out = tmp_path / "out"
-    shutil.copytree(unbroken / "1-k", out / "1-k")
-    shutil.copy(unbroken / "recipe.yaml", out)
-    (change_epsilon if name == "config.json" else change_byte)(out / "1-k" / name)
+def test_a_changed_result_of_the_stage_before_is_refused(train, first_stage, name):
+    (change_epsilon if name == "config.json" else change_byte)(first_stage / "1-k" / name)
     message = rf"1-k/{name}: got xxh3_128 \w{{32}}, expected \w{{32}} as training.json"
     with pytest.raises(CocaError, match=message):
         train(stage=None, resume=True)
-    assert not (out / "2-qkv/training.json").exists()
+    assert not (first_stage / "2-qkv/training.json").exists()
 
 
 def truncate(path):
@@ -369,22 +356,18 @@ def append_row(path):
     path.write_bytes(path.read_bytes() + b'{"code": "1"}\n')
 
 
+TEXTS = "was .* bytes, xxh3_128 .*, now "
 OTHER_INPUTS = {  # in the directory of the model, the teacher and the texts
-    "a new file": ("texts/words/new.txt", lambda path: path.write_text("abc"), "was absent, now 3"),
-    "a longer file": ("texts/digits.jsonl", append_row, "was .* bytes, xxh3_128 .*, now "),
-    "a file of the same size": (
-        "texts/words/1.txt",
-        change_byte,
-        "was .* bytes, xxh3_128 .*, now ",
-    ),
-    "weights": ("model/model.safetensors", change_byte, "model.model.safetensors was"),
-    "a teacher's weights": ("teacher/model.safetensors", change_byte, "teacher.model.safetens"),
-    "a teacher's pickle": (
-        "teacher/pytorch_model.bin",
+    "texts/words/new.txt": (lambda path: path.write_text("abc"), "was absent, now 3"),
+    "texts/digits.jsonl": (append_row, TEXTS),
+    "texts/words/1.txt": (change_byte, TEXTS),
+    "model/model.safetensors": (change_byte, "model.model.safetensors was"),
+    "teacher/model.safetensors": (change_byte, "teacher.model.safetens"),
+    "teacher/pytorch_model.bin": (
         lambda path: path.write_bytes(b"other weights"),
         "teacher.pytorch_model.bin was absent, now ",
     ),
-    "a teacher's config": ("teacher/config.json", change_epsilon, "teacher.config.json was"),
+    "teacher/config.json": (change_epsilon, "teacher.config.json was"),
 }
 
 
@@ -394,18 +377,19 @@ def copied(recipe_tree, tiny_coca_dir, tiny_llama_dir, texts, tmp_path) -> Recip
     sources = {"model": tiny_coca_dir, "teacher": tiny_llama_dir, "texts": texts}
     paths = {name: str(shutil.copytree(path, tmp_path / name)) for name, path in sources.items()}
     recipe_tree |= {"model": paths["model"], "teacher": paths["teacher"]}
-    for source, name in zip(
-        recipe_tree["data"]["sources"], ("words/*.txt", "digits.jsonl"), strict=True
-    ):
-        source["path"] = f"{paths['texts']}/{name}"
+    words, digits = recipe_tree["data"]["sources"]
+    words["path"], digits["path"] = (
+        f"{paths['texts']}/words/*.txt",
+        f"{paths['texts']}/digits.jsonl",
+    )
     recipe = Recipe.model_validate(recipe_tree)
     run_recipe(recipe, tmp_path / "out", stage="k")
     return recipe
 
 
-@pytest.mark.parametrize("kind", OTHER_INPUTS)
-def test_other_inputs_are_refused(copied, tmp_path, kind):
-    name, change, message = OTHER_INPUTS[kind]
+@pytest.mark.parametrize("name", OTHER_INPUTS)
+def test_other_inputs_are_refused(copied, tmp_path, name):
+    change, message = OTHER_INPUTS[name]
     change(tmp_path / name)
     with pytest.raises(CocaError, match=rf"out: cannot --resume on other inputs: .*{message}"):
         run_recipe(copied, tmp_path / "out", resume=True)
@@ -425,12 +409,9 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_record_is_named(train, unbroken, tmp_path, name):
-    out = tmp_path / "out"
-    shutil.copytree(unbroken / "1-k", out / "1-k")
-    shutil.copy(unbroken / "recipe.yaml", out)
+def test_a_damaged_record_is_named(train, first_stage, name):
     for content in DAMAGED[name]:
-        (out / name).write_text(content)
+        (first_stage / name).write_text(content)
         with pytest.raises(CocaError, match=f"{name}: "):
             train(stage=None, resume=True)
 
@@ -438,7 +419,7 @@ def test_a_damaged_record_is_named(train, unbroken, tmp_path, name):
 def test_a_resumed_run_makes_blocks_again_if_their_state_is_damaged(train, unbroken, tmp_path):
     prepared = f"data.prepared={tmp_path / 'blocks'}"
     train(prepared)
-    [state] = (tmp_path / "blocks").glob("*/state.json")
+    (state,) = (tmp_path / "blocks").glob("*/state.json")
     state.write_text("{")
     assert_same_weights(train(prepared, stage=None, resume=True), unbroken / "3-full")
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.train.layouts import DDP, Run, succeed
-from tests.train.results import record
+from tests.train.results import STAGES, record
 
 ROOT = Path(__file__).parents[2]
 BINARIES = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -94,15 +94,13 @@ class Slurm:
         with ExitStack() as held:
             free = [held.enter_context(socket.create_server(("", 0))) for _ in range(3)]
             ports = [server.getsockname()[1] for server in free]
-        self.conf.write_text(
-            CONF.format(directory=directory, ports=ports, host=socket.gethostname().split(".")[0])
-        )
+        host = socket.gethostname().split(".")[0]
+        self.conf.write_text(CONF.format(directory=directory, ports=ports, host=host))
         (directory / "gres.conf").write_text("NodeName=127.0.0.[1-2] Name=gpu File=/dev/null\n")
         (directory / "munge.key").write_bytes(os.urandom(1024))
         (directory / "munge.key").chmod(0o600)
-        files = [
-            f"--{kind}-file={directory}/munge.{kind}" for kind in ("key", "pid", "log", "seed")
-        ]
+        kinds = ("key", "pid", "log", "seed")
+        files = [f"--{kind}-file={directory}/munge.{kind}" for kind in kinds]
         files.append(f"--socket={directory}/munge.socket")
         self._start("munged", "--foreground", "--force", *files)
         until((directory / "munge.socket").exists, self._printed)
@@ -122,9 +120,8 @@ class Slurm:
 
     def ask(self, *command: str) -> str:
         """What a command prints; "" if SLURM refuses."""
-        return subprocess.run(
-            command, env=self.environment, cwd=ROOT, capture_output=True, text=True
-        ).stdout.strip()
+        options = {"env": self.environment, "cwd": ROOT, "capture_output": True, "text": True}
+        return subprocess.run(command, **options).stdout.strip()
 
     def submit(self, *arguments: str) -> str:
         size = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1"]
@@ -132,11 +129,8 @@ class Slurm:
         return self.jobs[-1]
 
     def state(self, job: str) -> dict[str, str]:
-        return dict(
-            fact.split("=", 1)
-            for fact in self.ask("scontrol", "show", "job", job).split()
-            if "=" in fact
-        )
+        facts = self.ask("scontrol", "show", "job", job).split()
+        return dict(fact.split("=", 1) for fact in facts if "=" in fact)
 
     def until_state(self, job: str, state: str, restarts: int) -> dict[str, str]:
         """Wait until a job that has restarted this often is in this state."""
@@ -157,10 +151,8 @@ class Slurm:
         wanted = {"SLURM_JOB_ID": job, "RANK": str(rank), "SLURM_CONF": str(self.conf)}
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if (
-                    process.environ().items() >= wanted.items()
-                    and process.parent().name().startswith("slurmstepd")
-                ):
+                is_task = process.environ().items() >= wanted.items()
+                if is_task and process.parent().name().startswith("slurmstepd"):
                     return process
         return None
 
@@ -178,9 +170,9 @@ class Slurm:
         with suppress(psutil.Error):
             # they have a title instead of their environment
             steps = tuple(f"slurmstepd: [{job}." for job in self.jobs)
-            return " ".join(process.cmdline()).startswith(steps) or process.environ().get(
-                "SLURM_CONF"
-            ) == str(self.conf)
+            if " ".join(process.cmdline()).startswith(steps):
+                return True
+            return process.environ().get("SLURM_CONF") == str(self.conf)
         return False
 
 
@@ -205,10 +197,8 @@ def steps(out: Path) -> int:
 
 
 def final_losses(out: Path) -> list:
-    records = [record(out / stage) for stage in ("1-k", "2-qkv", "3-full")]
-    return [
-        (kept["final_loss"], kept["held_out"], kept["hardware"]["processes"]) for kept in records
-    ]
+    kept = [record(out / stage) for stage in STAGES]
+    return [(of["final_loss"], of["held_out"], of["hardware"]["processes"]) for of in kept]
 
 
 def test_a_job_killed_then_told_to_stop_then_pre_empted_ends_with_the_losses_of_an_unbroken_run(

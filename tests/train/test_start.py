@@ -1,6 +1,7 @@
 """What the first stage starts from: a model with the recipe's `config`, or scratch; adapters."""
 
 import json
+import os
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
@@ -38,8 +39,6 @@ from tests.train.results import assert_same_weights, changed, logged, record, we
 
 WIDE = {"hidden_size": 48, "intermediate_size": 80}
 WIDE |= {"num_hidden_layers": 2, "num_attention_heads": 6}
-
-
 ALL = ["stages.k.train=all", "stages.qkv.train=all"]
 
 
@@ -49,23 +48,19 @@ def write_recipe(path, tree: dict):
 
 
 @pytest.mark.parametrize("kind", ["tiny_llama_dir", "tiny_coca_dir"])
-def test_overrides_of_the_config_are_trained_with_and_kept_in_the_result(
-    kind, recipe_tree, tmp_path, request
-):
+def test_overrides_of_the_config_are_used_and_kept(kind, recipe_tree, tmp_path, request):
     recipe_tree["model"] = str(request.getfixturevalue(kind))
     recipe_tree["stages"] = recipe_tree["stages"][2:]
     path = write_recipe(tmp_path / "r.yaml", recipe_tree)
     plain = run_recipe(load_recipe(path), tmp_path / "plain")
-    override = (
-        "config={max_position_embeddings: 256, rope_parameters: {rope_type: linear, factor: 4.0}}"
-    )
-    result = run_recipe(load_recipe(tmp_path / "r.yaml", [override]), tmp_path / "out")
+    rope = "rope_parameters: {rope_type: linear, factor: 4.0}"
+    override = f"config={{max_position_embeddings: 256, {rope}}}"
+    result = run_recipe(load_recipe(path, [override]), tmp_path / "out")
     config = AutoConfig.from_pretrained(result)
     assert config.model_type == AutoConfig.from_pretrained(recipe_tree["model"]).model_type
     assert config.max_position_embeddings == 256
-    assert config.rope_parameters["rope_type"] == "linear"
-    assert config.rope_parameters["factor"] == 4
-    assert config.rope_parameters["rope_theta"] == 10000  # kept
+    found = [config.rope_parameters[name] for name in ("rope_type", "factor", "rope_theta")]
+    assert found == ["linear", 4, 10000]  # rope_theta is kept
     assert logged(plain)[0] != logged(result)[0]  # the first step already turns by other angles
 
 
@@ -131,37 +126,34 @@ def write(name: str, content: dict):
     return change
 
 
+def config(**fields):
+    return write("config.json", fields)
+
+
 ADAPTER = write("adapter_config.json", {})
 BESIDE_ADAPTER = r"got adapter_config.json, .* merge the adapter \(merge_and_unload"
-QUANTIZED = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
-CLASSIFIER = write("config.json", {"architectures": ["LlamaForSequenceClassification"]})
+CLASSIFIER = config(architectures=["LlamaForSequenceClassification"])
 NO_CLASSIFIER = "got LlamaForSequenceClassification, expected a causal language model"
-UNUSABLE = {
-    "a model beside an adapter": ("model", ADAPTER, BESIDE_ADAPTER),
-    "a teacher beside an adapter": ("teacher", ADAPTER, BESIDE_ADAPTER),
-    "a classifier": ("model", CLASSIFIER, NO_CLASSIFIER),
-    "a classifier as teacher": ("teacher", CLASSIFIER, NO_CLASSIFIER),
-    "a quantized model": (
-        "model",
-        write("config.json", QUANTIZED),
-        "got weights quantized by bitsandbytes, expected plain",
-    ),
-    **{
-        f"a teacher of another {key}": (
+QUANTIZED = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+UNUSABLE = [
+    *(("model", ADAPTER, BESIDE_ADAPTER), ("teacher", ADAPTER, BESIDE_ADAPTER)),
+    *(("model", CLASSIFIER, NO_CLASSIFIER), ("teacher", CLASSIFIER, NO_CLASSIFIER)),
+    ("model", config(quantization_config=QUANTIZED), "got weights quantized by bitsandbytes, expe"),
+    *(
+        (
             "teacher",
-            write("config.json", {key: size}),
+            config(**{key: size}),
             rf"teacher: .*/copy has {key} {size}, but the model has \d+; take the one it was",
         )
         for key, size in {"vocab_size": 99, "num_hidden_layers": 2, "hidden_size": 96}.items()
-    },
-}
+    ),
+]
 
 
-@pytest.mark.parametrize("kind", UNUSABLE)
+@pytest.mark.parametrize(("key", "change", "message"), UNUSABLE)
 def test_a_checkpoint_that_cannot_be_used_is_refused_before_anything_is_written(
-    recipe_tree, tiny_llama_dir, tmp_path, kind
+    recipe_tree, tiny_llama_dir, tmp_path, key, change, message
 ):
-    key, change, message = UNUSABLE[kind]
     recipe_tree["teacher"] = str(tiny_llama_dir)
     recipe_tree[key] = str(shutil.copytree(recipe_tree[key], tmp_path / "copy"))
     change(tmp_path / "copy")
@@ -171,9 +163,7 @@ def test_a_checkpoint_that_cannot_be_used_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_kept_layers_of_a_trained_model_are_converted_and_trained(
-    recipe_path, tiny_llama_dir, tmp_path
-):
+def test_kept_layers_of_a_trained_model_are_trained_later(recipe_path, tiny_llama_dir, tmp_path):
     coca_hf.convert_checkpoint(tiny_llama_dir, tmp_path / "kept", keep_layers=[1])
 
     def trained(model: str) -> Path:
@@ -202,28 +192,23 @@ def test_blocks_that_skip_beyond_the_models_positions_are_refused(recipe_path):
 def test_blocks_longer_than_the_model_was_trained_for_are_announced_by_the_run_and_the_plan(
     recipe_path, tiny_coca_dir, tmp_path, capsys
 ):
-    notice = (
-        f"data.seq_len: got 70 tokens, more than the 64 positions of {tiny_coca_dir} "
-        "(max_position_embeddings): it was not trained on those beyond; if that is intended, set "
-        "config.max_position_embeddings=70, which the result keeps, or scale RoPE"
-    )
+    notice = f"data.seq_len: got 70 tokens, more than the 64 positions of {tiny_coca_dir} "
+    notice += "(max_position_embeddings): it was not trained on those beyond; if that is intended, "
+    notice += "set config.max_position_embeddings=70, which the result keeps, or scale RoPE"
     settings = ["data.seq_len=70", "stages.k.max_steps=1", "training.use_cpu=false"]
     recipe = load_recipe(recipe_path, settings)
     first = recipe.model_copy(update={"stages": recipe.stages[:1]})
     assert any(note.startswith(notice) for note in plan_recipe(first).notes)
     run_recipe(load_recipe(recipe_path, settings[:2]), tmp_path / "out", stage="k")
     assert capsys.readouterr().out.count(notice) == 1
-    meant = ("max_position_embeddings=70", "rope_parameters={rope_type: linear, factor: 2.0}")
-    for setting in meant:
+    for setting in "max_position_embeddings=70", "rope_parameters={rope_type: linear, factor: 2.0}":
         recipe = load_recipe(recipe_path, ["data.seq_len=70", f"config.{setting}"])
         assert check_positions(recipe, start_config(recipe)) is None
     long = load_recipe(recipe_path, settings)
     assert check_positions(long, coca_hf.AlibiLlamaConfig(max_position_embeddings=64)) is None
 
 
-def test_a_stage_computes_in_bfloat16_on_a_cpu_without_accelerators(
-    recipe_path, tmp_path, monkeypatch
-):
+def test_a_stage_computes_in_bfloat16_without_accelerators(recipe_path, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     recipe = load_recipe(recipe_path, ["training.bf16=true"])
     del recipe.training["use_cpu"]
@@ -262,19 +247,19 @@ def test_every_supported_model_passes_the_check_of_its_shapes(recipe_path, tmp_p
     check_model(load_recipe(recipe_path, [f"model={tmp_path}", *ALL]))
 
 
-@pytest.mark.parametrize(
-    ("setting", "expected"),
-    [
-        ("tie_word_embeddings=true", "False"),
-        ("vocab_size=300", "259"),
-        ("hidden_size=96", "48"),
-        ("attention_bias=true", "False"),
-        ("coca_constraint=strict", "slack"),
-        ("coca_kept_layers=[1]", r"\[\]"),
-        ("coca_content_pairs=1", "0"),
-        ("coca_content_layers=[1]", r"\[\]"),
-    ],
-)
+FIXED = {
+    "tie_word_embeddings=true": "False",
+    "vocab_size=300": "259",
+    "hidden_size=96": "48",
+    "attention_bias=true": "False",
+    "coca_constraint=strict": "slack",
+    "coca_kept_layers=[1]": r"\[\]",
+    "coca_content_pairs=1": "0",
+    "coca_content_layers=[1]": r"\[\]",
+}
+
+
+@pytest.mark.parametrize(("setting", "expected"), FIXED.items())
 def test_a_field_that_the_weights_fix_is_not_overridden(recipe_path, setting, expected):
     message = rf"config\.\w+: got \S+, expected {expected}, as the weights of .* have it; leave it"
     with pytest.raises(CocaError, match=message):
@@ -325,9 +310,7 @@ def lora_path(recipe_tree, tmp_path):
     return write_recipe(tmp_path / "r.yaml", recipe_tree)
 
 
-def test_adapters_end_as_a_plain_checkpoint_that_differs_by_low_ranks(
-    lora_path, unbroken, tmp_path, capsys
-):
+def test_adapters_end_as_weights_that_differ_by_low_ranks(lora_path, unbroken, tmp_path, capsys):
     out = tmp_path / "out"
     run_recipe(load_recipe(lora_path), out)
     # r (inputs + outputs) of q (48, 48), t (48, 8) and v (48, 16), in each of 3 layers
@@ -343,23 +326,18 @@ def test_adapters_end_as_a_plain_checkpoint_that_differs_by_low_ranks(
         model, report = AutoModelForCausalLM.from_pretrained(out / stage, output_loading_info=True)
         assert not any(report.values())
         assert type(model).__name__ == "CocaLlamaForCausalLM"
-        assert {path.name for path in (out / stage).iterdir()} == {
-            path.name for path in (unbroken / stage).iterdir()
-        }
+        ours, theirs = (sorted(os.listdir(each / stage)) for each in (out, unbroken))
+        assert ours == theirs
 
 
 def test_the_seed_initialises_adapters(lora_path):
     recipe = load_recipe(lora_path)
-    first, again, other = (
-        next(
-            parameter
-            for name, parameter in stage_model(
-                start_model(recipe), recipe.stages[1], seed
-            ).named_parameters()
-            if "lora_A" in name
-        )
-        for seed in (1, 1, 2)
-    )
+
+    def first_adapter(seed):
+        model = stage_model(start_model(recipe), recipe.stages[1], seed)
+        return next(value for name, value in model.named_parameters() if "lora_A" in name)
+
+    first, again, other = map(first_adapter, (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
