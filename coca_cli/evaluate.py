@@ -215,11 +215,11 @@ class TextOptions:
         options |= {"min_tokens": min_tokens, "special_tokens": special_tokens}
         sample = draw_sample(run.loaded, **options)
         if sample.left_out:
-            few = f"documents of fewer than {options['min_bytes']:,} bytes"
-            console.print(f"left out {sample.left_out:,} {few}", style="yellow")
+            few = f"documents left out, of fewer than {options['min_bytes']:,} bytes"
+            console.print(f"{few}: {sample.left_out:,}", style="yellow")
         if sample.skipped:
-            short = f"short or empty documents: {first_of(sample.skipped, 10)}"
-            console.print(f"skipped {len(sample.skipped)} {short}", style="yellow")
+            skipped = f"({len(sample.skipped)}): {first_of(sample.skipped, 10)}"
+            console.print(f"short or empty documents skipped {skipped}", style="yellow")
         wanted, found = options["documents"], len(sample.names)
         if wanted and found < wanted:
             few = f"{found} documents have at least {min_tokens:,} tokens, {wanted} were asked for"

@@ -213,8 +213,8 @@ def _how_made(tables: Sequence[Table]) -> Section:
     absent = [path for row in rows for path in row["raw"].values() if not path.is_file()]
     if absent:
         first = os.path.relpath(absent[0])
-        problem = f"{len(absent)} files of raw results are not beside their rows"
-        text = f"{problem}: what is drawn from them is left out (the first: {first})."
+        problem = f"Files of raw results that are not beside their rows: {len(absent)}"
+        text = f"{problem}, the first {first}. What is drawn from them is left out."
         parts.append(Text(text, notice=True))
     commands = dict.fromkeys(row["command"] for row in rows)
     paths = dict.fromkeys(f"{row['model']}: {row['model_path']}" for row in rows)

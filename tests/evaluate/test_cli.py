@@ -94,12 +94,12 @@ def test_rich_markup_in_names_is_printed_verbatim(perplexity, tmp_path):
 
 def test_skipped_documents_are_counted_and_the_first_are_named(perplexity, books, out):
     _, _, stderr = perplexity("--lengths 220 --skip-short")
-    assert "skipped 1 short or empty documents: austen.txt\n" in stderr
+    assert "short or empty documents skipped (1): austen.txt\n" in stderr
     assert "were asked for" not in stderr
     for number in range(12):
         (books / f"a{number:02}.txt").write_text("too short")
     _, _, stderr = perplexity("--lengths 30 --skip-short")
-    assert "skipped 12 short or empty documents: a00.txt, " in stderr
+    assert "short or empty documents skipped (12): a00.txt, " in stderr
     assert "a09.txt and 2 more\n" in stderr
     assert len(rows_in(out)[1]["skipped_documents"]) == 12
 
@@ -178,7 +178,7 @@ def test_a_preset_is_its_documents_cut_to_its_length(
     common = f"perplexity {tiny_llama_dir} --lengths 100 --stride 60 --out {out}"
     code, _, stderr = coca_eval(common, "--preset pg19")
     assert code == 0
-    assert "skipped 1 short or empty documents: austen.txt" in stderr
+    assert "short or empty documents skipped (1): austen.txt" in stderr
     warning = "2 documents have at least 220 tokens, 3 were asked for; only these are measured"
     assert f"warning: {warning}\n" in stderr
     (row,) = rows_in(out)

@@ -35,7 +35,7 @@ def test_a_preset_is_a_data_set_on_the_hub(preset, hub, llama, tiny_llama_dir, t
     assert row["document_names"] == [f"{hub.repo}:0", f"{hub.repo}:2"]
     assert row["skipped_documents"] == ([f"{hub.repo}:1"] if is_drawn_by_tokens else [])
     assert row["left_out_documents"] == (0 if is_drawn_by_tokens else 1)
-    note = "left out 1 documents of fewer than 32,000 bytes"
+    note = "documents left out, of fewer than 32,000 bytes: 1"
     assert (note in " ".join(stderr.split())) != is_drawn_by_tokens
     assert (row["tokens"], row["max_tokens"]) == (2 * 32767, 32768)
     file = str(tmp_path / "books.parquet")

@@ -304,7 +304,7 @@ def test_published_curves_are_drawn_when_asked_for_only(run, tmp_path):
 def test_missing_raw_files_are_named(tmp_path):
     made = with_raw(tmp_path / "a", "windows", row(), [{"document": 0, "tokens": 3, "nll": 2.0}])
     page = markdown_of([write_rows(tmp_path / "b", made)])
-    assert "1 files of raw results are not beside their rows" in page
+    assert "Files of raw results that are not beside their rows: 1, the first" in page
 
 
 def test_values_have_their_ratios_and_errors_and_oom_is_named(page):
