@@ -3,7 +3,7 @@ import os
 import shutil
 
 import pytest
-from transformers import LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from coca_hf import provenance
 from coca_hf.evaluate import sample
@@ -131,6 +131,12 @@ def test_bad_input_is_one_line_and_exit_code_2(bad, perplexity, out):
     assert not out.exists()
 
 
+def test_a_warning_says_that_there_are_fewer_documents_than_asked_for(perplexity):
+    _, _, stderr = perplexity("--lengths 220 --skip-short --documents 3")
+    warning = "2 documents have at least 220 tokens, 3 were asked for; only these are measured"
+    assert f"warning: {warning}\n" in stderr
+
+
 def test_what_no_row_could_hold_is_refused_before_the_model_is_read(coca_eval, out, monkeypatch):
     """A name with the byte 0x80, as the system gives it, and a directory without permission."""
     code, _, stderr = coca_eval(f"passkey ./nowhere --lengths 320 --out {out} --name a\udc80")
@@ -168,6 +174,21 @@ def test_a_row_that_cannot_be_written_is_one_line_and_earlier_rows_stay(perplexi
     assert code == 2
     assert f"error: {out}: a row cannot be written ([Errno 17] File exists" in stderr
     assert [row["length"] for row in rows_in(out)] == [64]
+
+
+def test_a_model_without_rotary_embedding_is_not_told_to_extend_it(
+    tiny_tokenizer, books, tmp_path, out, coca_eval
+):
+    config = GPT2Config(vocab_size=259, n_embd=48, n_layer=1, n_head=4, n_positions=64)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    tiny_tokenizer.save_pretrained(tmp_path / "gpt2")
+    code, _, stderr = coca_eval(
+        f"perplexity {tmp_path / 'gpt2'} --data {books} --lengths 100 --out {out}"
+    )
+    assert code == 0
+    beyond = "lengths 100 are beyond the 64 tokens of --rope default, as the model was made"
+    assert f"warning: {beyond}\n" in stderr
+    assert rows_in(out)[0]["error"].startswith("the model failed on 100 tokens (IndexError")
 
 
 def test_a_preset_is_its_documents_cut_to_its_length(

@@ -60,10 +60,19 @@ def test_a_case_depends_on_seed_length_and_number_only(tiny_tokenizer):
     assert len({case.key, *(passkey_case(tiny_tokenizer, *other).key for other in others)}) == 4
 
 
-@pytest.mark.parametrize(("new_tokens", "share"), [(20, 0.0), (40, 1.0)])
-def test_only_a_key_within_the_new_tokens_counts(tiny_tokenizer, tmp_path, new_tokens, share):
-    late = reads(tiny_tokenizer, lambda prompt: "x" * 20 + read_key(prompt))
-    row = measure(late, tmp_path, num_cases=4, new_tokens=new_tokens)
+@pytest.mark.parametrize(
+    ("reply", "new_tokens", "share"),
+    [
+        (lambda prompt: "The passkey is 12345", 64, 0.0),
+        (lambda prompt: "", 64, 0.0),
+        (lambda prompt: "x" * 20 + read_key(prompt), 20, 0.0),
+        (lambda prompt: "x" * 20 + read_key(prompt), 40, 1.0),
+    ],
+)
+def test_only_a_key_within_the_new_tokens_counts(
+    tiny_tokenizer, tmp_path, reply, new_tokens, share
+):
+    row = measure(reads(tiny_tokenizer, reply), tmp_path, num_cases=4, new_tokens=new_tokens)
     assert (row["value"], row["error"]) == (share, None)
 
 

@@ -107,6 +107,19 @@ def test_strict_is_shift_invariant_and_slack_is_not(constraint, invariant):
     assert shift_error < 1e-12 if invariant else shift_error > 0.1
 
 
+def test_query_and_key_of_a_pair_are_collinear_before_rotation():
+    """The paper's constraint: with q_2j = q_2j+1 slack and strict are one function (theorem 1)."""
+    q, t = random_inputs(5, 5)
+    q = torch.cat((q[..., : D // 2], q[..., : D // 2]), dim=-1)
+    position = angles(torch.arange(M))
+    assert (
+        relative_error(
+            folded_scores(q, t, *position, "slack"), folded_scores(q, t, *position, "strict")
+        )
+        < 1e-12
+    )
+
+
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
 @pytest.mark.parametrize("longest", [0.1, 30.0, 1000.0])
 def test_pairs_of_queries_up_to_1000_long_are_folded_in_float16(constraint, longest):

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from coca_hf import CocaLlamaConfig, patch_
 from coca_hf.errors import CocaError
 from coca_hf.models.attention import KeptAttention
+from coca_hf.models.cache import CocaCache
 from tests.models.families import (
     EVERY_CASE,
     EVERY_CASE_UNDER_ONE_CONSTRAINT,
@@ -72,6 +73,15 @@ def test_a_mix_is_the_original_and_the_converted_model_layer_by_layer(case, cons
     assert (got - expected).abs().max() < 1e-6
     assert (got - stock(ids).logits).abs().max() > 1e-2
     assert (got - converted(ids).logits).abs().max() > 1e-2
+
+
+def test_the_cache_holds_half_width_keys_where_coca_is_and_full_ones_where_not():
+    model, ids = coca_model("llama", keep_layers=[1]), tokens()
+    cache = CocaCache(model.config)
+    model(ids, past_key_values=cache)
+    # the last are the angles
+    assert [layer.keys.shape[-1] for layer in cache.layers] == [4, 8, 4, 4]
+    assert [layer.values.shape[-1] for layer in cache.layers[:3]] == [8, 8, 8]
 
 
 def test_kept_layers_have_the_angles_of_dynamic_ntk_and_of_longer_texts_decode_alike():
