@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from coca_cli import BadOption, console
+from coca_cli.main import BadOption, console
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from coca_cli import BadOption, PlainConsole, console, say
+from coca_cli.main import BadOption, PlainConsole, console, say
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 

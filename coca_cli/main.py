@@ -1,14 +1,29 @@
-"""The three commands."""
+"""The three commands, and how they speak: results to stdout, everything else to stderr."""
 
 import gc
 import os
 import re
 import sys
 import warnings
+from functools import partial
 from importlib import import_module, metadata
 from typing import Any
 
-from coca_cli import BadOption, console
+import typer
+from rich.console import Console
+
+# Prints paths and names as they are, whatever rich would read into them.
+PlainConsole = partial(Console, markup=False, emoji=False, highlight=False)
+console = PlainConsole(stderr=True, soft_wrap=True)
+
+# Typer's error for options, arguments and commands that are wrong or do not exist; one line. CocaError
+# is not to be had before all of coca_hf is imported.
+BadOption: Any = typer.BadParameter.__base__
+
+
+def say(text: str) -> None:
+    """To stdout, for whoever reads on: where the results are, and what comes next."""
+    PlainConsole().print(text, soft_wrap=True)
 
 
 def convert() -> None:

@@ -1,5 +1,5 @@
 """Documents as tokens, in pieces, so that a document of any size needs little memory and progress
-shows.
+shows; and the positions of a block of tokens that stands for a longer text.
 """
 
 import re
@@ -12,6 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from coca_hf.errors import CocaError
 
+SKIPS = 8  # places in a block where positions are skipped, at most
+TOKENS_A_SKIP = 32  # tokens in a block per such place, at least
 PIECE_CHARACTERS = 2**20  # a call of the tokenizer: about a second, and 250,000 tokens
 
 
@@ -130,3 +132,19 @@ def split_at_space(text: str, share: float) -> tuple[str, str]:
     space = re.compile(r"\s").search(text, place)
     place = space.start() if space else place
     return text[:place], text[place:]
+
+
+def skipped_positions(num_blocks: int, length: int, reach: int, seed: int = 0) -> Tensor:
+    """Positions of the tokens of every block, (n_b, m), some skipped at a few random places.
+
+    This is PoSE (arXiv 2309.10400). The number skipped at a place is uniform, up to an equal share
+    of the positions by which `reach` exceeds a block. If most numbers were small, maps would be 1.5
+    to 2 times as far from the original's at distances beyond a block.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    skips = min(SKIPS, length // TOKENS_A_SKIP)
+    places = torch.randint(1, length, (num_blocks, skips), generator=draw)
+    most = max(0, reach - length) // max(1, skips)
+    left_out = ((most + 1) * torch.rand(num_blocks, skips, generator=draw)).long()
+    steps = torch.ones(num_blocks, length, dtype=torch.long).scatter_add_(1, places, left_out)
+    return steps.cumsum(1) - 1

@@ -20,8 +20,8 @@ from coca_cli.evaluate import app as evaluate_app
 from coca_cli.train import app as train_app
 from coca_hf import patch_
 from coca_hf.convert.calibrate import divergences, fit, matrix_dtype, run_original
-from coca_hf.convert.calibration_text import skipped_positions
 from coca_hf.convert.layer_pairs import Angles
+from coca_hf.tokens import skipped_positions
 
 LAYER = 3  # of those that calibration is tried on
 WHEELS = Path(__file__).parents[1] / "quickstart" / "downloads"

@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from coca_hf import models
+from coca_hf import models, tokens
 from coca_hf.convert.calibrate import (
     STEPS,
     FitTask,
@@ -49,7 +49,6 @@ from coca_hf.convert.calibration_text import (
     calibration_blocks,
     reach,
     repeated_blocks,
-    skipped_positions,
 )
 from coca_hf.convert.config import head_of
 from coca_hf.convert.layer_pairs import (
@@ -66,10 +65,15 @@ from coca_hf.errors import CocaError
 from coca_hf.files import replace_text, replacing, size_in_words
 from coca_hf.held_out import Place
 from coca_hf.provenance import versions
+from coca_hf.tokens import skipped_positions
 
-# A change in these directories can change a fit: the initialisation, the attention, the rotary
-# angles and the fit itself are there. Layers that other code fitted are not reused.
-CODE = (Path(__file__).parent, Path(models.__file__).parent)
+# A change in these files can change a fit: the initialisation, the attention, the rotary angles, the
+# positions and the fit itself are there. Layers that other code fitted are not reused.
+CODE = [
+    *sorted(Path(__file__).parent.glob("*.py")),
+    *sorted(Path(models.__file__).parent.glob("*.py")),
+    Path(tokens.__file__),
+]
 AUTO_SHARE = 0.5  # `auto` keeps the fewest layers that cause this share of the summed harm
 CHUNK = 512  # tokens whose predictions are in memory at once
 
@@ -167,7 +171,6 @@ class Calibration:
         self.text, self.text_commit, self.device = place[0], place[4], device
         self.dtype = matrix_dtype(device)
         self.blocks_hash = xxhash.xxh3_128_hexdigest(bytes_of(blocks))
-        files = [file for folder in CODE for file in sorted(folder.glob("*.py"))]
         others = ("coca_kept_layers", "coca_kept_window", "dtype")
         settings = {
             "source": layout.source.states(),
@@ -175,7 +178,7 @@ class Calibration:
             "held out": xxhash.xxh3_128_hexdigest(bytes_of(held_out)),
             "fit": [layout.config.coca_constraint, seed, passes, device, self.dtype],
             "chooses content": chooses_content,
-            "code": [xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in files],
+            "code": [xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in CODE],
             # fitted tensors are float32, and do not depend on which other layers are kept
             "config": layout.config.to_dict() | dict.fromkeys(others),
             "versions": versions("torch", "transformers"),

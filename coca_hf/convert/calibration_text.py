@@ -3,7 +3,7 @@
 Plain text seldom makes heads look something up (previous-token and induction heads: see
 docs/results/attention-limits.md), so half of the blocks repeat passages (`repeated_blocks`). Blocks
 stand for longer texts: positions are skipped between their pieces, up to the number that the
-original was trained on (`skipped_positions`). Otherwise the model would not learn long distances.
+original was trained on (`tokens.skipped_positions`). Otherwise the model would not learn long distances.
 """
 
 import itertools
@@ -32,8 +32,6 @@ from coca_hf.tokens import Encoder, Piece
 SHORTEST_BLOCK = 4  # tokens, one for each part that its queries are taken in
 SHORTEST_PERIOD = 16  # of a repeated passage
 SHORT_PERIOD = 128  # at most, for half of them
-SKIPS = 8  # places in a block where positions are skipped, at most
-TOKENS_A_SKIP = 32  # tokens in a block per such place, at least
 HELD_OUT_TOKENS = 8192
 HELD_OUT_BLOCKS = 8  # at most
 TRAINING_HELD_OUT_TOKENS = 2**18  # at most, by coca-train
@@ -177,19 +175,3 @@ def reach(config: PreTrainedConfig) -> int:
     if is_of_original and "sliding_attention" in types:
         reached = min(reached, getattr(config, "sliding_window", None) or reached)
     return reached
-
-
-def skipped_positions(num_blocks: int, length: int, reach: int, seed: int = 0) -> Tensor:
-    """Positions of the tokens of every block, (n_b, m), some skipped at a few random places.
-
-    This is PoSE (arXiv 2309.10400). The number skipped at a place is uniform, up to an equal share
-    of the positions by which `reach` exceeds a block. If most numbers were small, maps would be 1.5
-    to 2 times as far from the original's at distances beyond a block.
-    """
-    draw = torch.Generator().manual_seed(seed)
-    skips = min(SKIPS, length // TOKENS_A_SKIP)
-    places = torch.randint(1, length, (num_blocks, skips), generator=draw)
-    most = max(0, reach - length) // max(1, skips)
-    left_out = ((most + 1) * torch.rand(num_blocks, skips, generator=draw)).long()
-    steps = torch.ones(num_blocks, length, dtype=torch.long).scatter_add_(1, places, left_out)
-    return steps.cumsum(1) - 1

@@ -48,7 +48,6 @@ from torch.utils.data import IterableDataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from coca_hf.convert.calibration_text import skipped_positions
 from coca_hf.documents import (
     Document,
     check_text_options,
@@ -60,7 +59,7 @@ from coca_hf.documents import (
 from coca_hf.errors import CocaError
 from coca_hf.files import locked, replace_text, size_in_words
 from coca_hf.held_out import HeldOut, hold_out, shares
-from coca_hf.tokens import Encoder, Piece, batches, pieces_of
+from coca_hf.tokens import Encoder, Piece, batches, pieces_of, skipped_positions
 from coca_hf.train.lookups import Lookups
 from coca_hf.train.processes import Stopped
 from coca_hf.train.recipe import Data, Source

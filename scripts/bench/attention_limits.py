@@ -49,10 +49,10 @@ from coca_hf.convert.calibration_text import (
     calibration_blocks,
     reach,
     repeated_blocks,
-    skipped_positions,
 )
 from coca_hf.convert.layer_pairs import Angles
 from coca_hf.models.attention import CocaAttention
+from coca_hf.tokens import skipped_positions
 
 KINDS = ("first token", "token before", "others")
 LOOKUPS = ("previous", "induction")

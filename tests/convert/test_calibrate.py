@@ -42,14 +42,13 @@ from coca_hf.convert.calibration_text import (
     calibration_blocks,
     reach,
     repeated_blocks,
-    skipped_positions,
 )
 from coca_hf.convert.layer_pairs import Angles, LayerPairs
 from coca_hf.convert.writer import WeightsWriter
 from coca_hf.documents import read_documents
 from coca_hf.held_out import most_held_out
 from coca_hf.models.attention import NO_CONTENT, ContentPairs, scaled_key
-from coca_hf.tokens import Encoder
+from coca_hf.tokens import Encoder, skipped_positions
 from tests.convert.checkpoints import (
     PROCESSES,
     assert_same_weights,
@@ -602,10 +601,11 @@ def damaged_layer(damage):
 
 def other_code(name):
     def change(source, text, monkeypatch):
-        folders = [shutil.copytree(folder, source.parent / folder.name) for folder in CODE]
-        file = next(path for folder in folders for path in folder.glob(name))
-        file.write_text(file.read_text() + "# of another version")
-        monkeypatch.setattr("coca_hf.convert.calibration.CODE", folders)
+        [file] = (path for path in CODE if path.name == name)
+        other = source.parent / name
+        other.write_text(file.read_text() + "# of another version")
+        code = [other if path == file else path for path in CODE]
+        monkeypatch.setattr("coca_hf.convert.calibration.CODE", code)
 
     return change
 
@@ -618,7 +618,7 @@ OTHERS = {
     "config": lambda source, *_: edit_config(source, rms_norm_eps=1e-5),
     "a shorter layer": damaged_layer(lambda data: data[:-100]),
     "another byte": damaged_layer(lambda data: data[:-1] + b"?"),
-    **{name: other_code(name) for name in ("calibrate.py", "rotary.py")},
+    **{name: other_code(name) for name in ("calibrate.py", "rotary.py", "tokens.py")},
 }
 
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from coca_cli import BadOption
 from coca_cli.convert import _layers_to_keep
+from coca_cli.main import BadOption
 from coca_hf import CocaError, convert_checkpoint, patch_
 from coca_hf.convert.calibration import layer_harms, most_harmful
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint

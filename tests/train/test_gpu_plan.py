@@ -15,7 +15,7 @@ from transformers import LlamaConfig, masking_utils
 from typer.testing import CliRunner
 
 import coca_hf
-from coca_cli import BadOption
+from coca_cli.main import BadOption
 from coca_cli.train import app as train_app
 from coca_hf.errors import CocaError
 from coca_hf.train import gpu_plan
