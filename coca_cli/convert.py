@@ -49,7 +49,8 @@ def convert_command(
     keep_window: Annotated[
         int | None,
         typer.Option(
-            min=1,
+            min=2,
+            max=2**31 - 1,
             help="Let kept layers attend only to this many last tokens. With the trained length or "
             "fewer, a longer text has no distance that these layers were not trained for.",
         ),
@@ -298,7 +299,7 @@ def _harmed_most(count: int, out: Path) -> list[int]:
         lines = (out / "rows.jsonl").read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines]
         rankings = [row for row in rows if row["task"] == "layers" and "order" in row]
-        models = sorted({row["model"] for row in rankings})
+        models, baseline = sorted({row["model"] for row in rankings}), rankings[-1]["baseline"]
         ranked = [int(layer) for layer in rankings[-1]["order"][:count]]
     except (OSError, ValueError, LookupError, TypeError):
         raise BadOption(
@@ -309,9 +310,10 @@ def _harmed_most(count: int, out: Path) -> list[int]:
             f"--keep-layers: got rankings of {', '.join(models)} in {out}, expected one model's; give "
             "coca-eval layers another --out for each"
         )
-    if len(ranked) < count:
-        what = f"{count} of the {len(ranked)} layers that {out} ranks"
-        raise BadOption(f"--keep-layers: got {what}, expected fewer")
+    if not 0 < count <= len(ranked):
+        what = f"{count} of the layers that {out} ranks"
+        raise BadOption(f"--keep-layers: got {what}, expected 1 to {len(ranked)}")
+    console.print(f"--keep-layers: {','.join(map(str, ranked))}, as ranked for {baseline}")
     return ranked
 
 
@@ -378,7 +380,7 @@ def _print_conversion(record: dict, dst: str) -> None:
             f"the source's; fix_mistral_regex has no effect on {dst}: to have it, write "
             '"fix_mistral_regex": true in tokenizer_config.json of the source, and convert again',
         )
-    if record.get("converted_layers") != []:
+    if not record["start"]["rule"].startswith("none"):
         console.print(
             f"The attention has to be trained before the model is useful. Next: set `model: {dst}` "
             "in a recipe, then coca-train RECIPE (recipes/llama-7b/three-stage.yaml is the paper's)"

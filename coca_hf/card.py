@@ -166,7 +166,7 @@ def _lead(conversion: dict, stages: list[dict], base: str) -> str:
                 f"Layers {numbers(later)} kept the original's attention until they were converted "
                 f"after {before} of the stages below{untrained}."
             )
-    else:
+    elif not conversion["start"]["rule"].startswith("none"):
         lines.append("The attention is converted; it has to be trained before the model is useful.")
     if not conversion.get("base", {}).get("license"):
         lines.append("The licence is that of the base model, whose files did not name it.")

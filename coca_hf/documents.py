@@ -163,6 +163,9 @@ def local_files(source: str) -> list[Path]:
     for file in [file for file in files if not _suffix(file)]:
         kind = file.suffix or "nameless"
         raise CocaError(f"{file}: got a {kind} file, expected one of {', '.join(SUFFIXES)}")
+    for file in files:
+        if file.exists() and not file.is_file():  # it is read more than once
+            raise CocaError(f"{file}: is no ordinary file, expected one; copy its text into a file")
     return files
 
 

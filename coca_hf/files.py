@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,10 +39,15 @@ def replacing(path: Path) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
+def is_unfinished(path: Path) -> bool:
+    """Whether a file has a temporary name of `replacing`."""
+    return re.fullmatch(r"\..+\.\d+\.partial", path.name) is not None
+
+
 def remove_unfinished(directory: Path) -> None:
     """Remove what `replacing` left in a directory when its process was killed."""
-    for unfinished in directory.glob(".*.partial"):
-        unfinished.unlink()
+    for path in filter(is_unfinished, directory.iterdir()):
+        path.unlink()
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -12,6 +12,7 @@ document, which may be verse, another language or all tables, says little about 
 
 import math
 from bisect import insort
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import NamedTuple
@@ -62,12 +63,14 @@ def hold_out(
     needed = num_blocks * seq_len
     passage = max(seq_len, math.ceil(needed / DOCUMENTS))
     chosen: list[tuple[int, Tensor]] = []  # with the documents' hashes
-    count, below, seen = 0, rule.below, []
+    count, below = 0, rule.below
+    seen: dict[int, list[int]] = defaultdict(list)  # characters of a text's copies, by hash
     for document in read():
         key = _hash(document.text)
+        is_copy = key in seen
         if count < needed:
-            seen.append((key, len(document.text)))
-        if key < below:
+            seen[key].append(len(document.text))
+        if key < below and not is_copy:
             found = key, _passage(document.text, encoder, passage)
             if from_all:
                 insort(chosen, found, key=itemgetter(0))
@@ -84,9 +87,12 @@ def hold_out(
     if not seen:
         return HeldOut(), torch.empty(0, seq_len, dtype=torch.int64)
     rule, passage = _rule_of_small(seen, needed, passage, tokens_per_character(read, encoder))
-    held = (rule.split(document.text)[1] for document in read())
-    passages = [_passage(text, encoder, passage) for text in held if text.strip()]
-    return rule, _pack(passages, seq_len, num_blocks)
+    passages: dict[int, Tensor] = {}
+    for document in read():
+        key, text = _hash(document.text), rule.split(document.text)[1]
+        if key not in passages and text.strip():
+            passages[key] = _passage(text, encoder, passage)
+    return rule, _pack([*passages.values()], seq_len, num_blocks)
 
 
 def most_held_out(read: Read, encoder: Encoder, tokens: int) -> HeldOut:
@@ -113,22 +119,22 @@ def shares(weights: list[float], total: int) -> list[int]:
 
 
 def _rule_of_small(
-    seen: list[tuple[int, int]], needed: int, passage: int, density: float
+    seen: dict[int, list[int]], needed: int, passage: int, density: float
 ) -> tuple[HeldOut, int]:
     """The rule, and the tokens of a passage: more than `passage` if the source cannot spare that
     many documents.
 
-    seen: hash and characters of every document. needed: tokens that fill the blocks. density:
+    seen: characters of the copies of every document, by hash. needed: tokens that fill the blocks. density:
     tokens per character.
     """
-    most = MOST * sum(characters for _, characters in seen)
+    most = MOST * sum(map(sum, seen.values()))
     while passage < 2 * needed:
         held, found = 0, 0.0
-        for key, characters in sorted(seen):
-            held += characters
+        for key, copies in sorted(seen.items()):
+            held += sum(copies)
             if held > most:
                 break
-            found += min(characters * density, passage)
+            found += min(copies[0] * density, passage)
             # Some documents have fewer tokens than expected
             if found >= 1.1 * needed or (passage >= needed and found >= needed):
                 return HeldOut(below=key + 1), passage

@@ -31,16 +31,17 @@ class Encoder:
     """Pieces of documents as tokens, with the tokenizer's special tokens and eos at the end of each
     document.
 
-    Raises CocaError for a tokenizer without an eos token.
+    vocab_size: of the model. Raises CocaError for a tokenizer without an eos token, and, when called,
+    for a token that the model does not have: a text may name one that was added to the tokenizer.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int):
         if tokenizer.eos_token_id is None:
             raise CocaError(
                 f"{tokenizer.name_or_path}: the tokenizer has no eos token, expected one to end "
                 f"documents"
             )
-        self.tokenizer = tokenizer
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self._before, after = around_text(tokenizer)
         self._after = (
             after if after[-1:] == [tokenizer.eos_token_id] else [*after, tokenizer.eos_token_id]
@@ -58,6 +59,13 @@ class Encoder:
             tokens += ids
             if piece.ends:  # a text that itself ends with eos gets no second one
                 tokens += self._after[1:] if ids[-1:] == self._after[:1] else self._after
+        if (largest := max(tokens, default=0)) >= self.vocab_size:
+            raise CocaError(
+                f"{self.tokenizer.name_or_path}: got token {largest} "
+                f"({self.tokenizer.decode([largest])!r}) in the text, expected ids below the model's "
+                f"vocabulary of {self.vocab_size}; take it out of the text or of the tokenizer, "
+                "unless the tokenizer belongs to another model"
+            )
         return torch.tensor(tokens)
 
     def document(self, text: str) -> Tensor:

@@ -89,7 +89,7 @@ def test_the_most_that_is_held_out_includes_what_any_number_of_blocks_holds_out(
     kind, blocks, tiny_tokenizer, tmp_path
 ):
     source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, DOCUMENTS[kind])
-    read, encoder = read_of(source), Encoder(tiny_tokenizer)
+    read, encoder = read_of(source), Encoder(tiny_tokenizer, len(tiny_tokenizer))
     rule, _ = held_out.hold_out(read, encoder, SEQ_LEN, blocks)
     most = held_out.most_held_out(read, encoder, blocks * SEQ_LEN)
     texts = [document.text for document in read()]
@@ -122,7 +122,9 @@ def test_a_source_gives_at_most_a_tenth_and_the_rest_is_trained_on(
 
 def test_no_more_is_held_out_than_fills_the_blocks(tiny_tokenizer, tmp_path):
     source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, [3001])
-    rule, blocks = held_out.hold_out(read_of(source), Encoder(tiny_tokenizer), SEQ_LEN, 3)
+    rule, blocks = held_out.hold_out(
+        read_of(source), Encoder(tiny_tokenizer, len(tiny_tokenizer)), SEQ_LEN, 3
+    )
     assert len(blocks) == 3
     assert 3 * SEQ_LEN / 3001 < rule.tail < 4 * SEQ_LEN / 3001
 
@@ -146,7 +148,7 @@ def test_shares_add_up():
 
 def test_blocks_are_of_many_documents_where_the_source_can_spare_them(tiny_tokenizer, tmp_path):
     source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, [900] * 400)
-    encoder = Encoder(tiny_tokenizer)
+    encoder = Encoder(tiny_tokenizer, len(tiny_tokenizer))
     rule, blocks = held_out.hold_out(read_of(source), encoder, SEQ_LEN, 32)
     texts = [json.loads(line)["text"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     held = [text for text in texts if rule.split(text)[1]]
@@ -158,7 +160,7 @@ def test_blocks_are_of_many_documents_where_the_source_can_spare_them(tiny_token
 
 
 def test_a_passage_is_from_the_middle_of_a_long_document(tiny_tokenizer):
-    encoder = Encoder(tiny_tokenizer)
+    encoder = Encoder(tiny_tokenizer, len(tiny_tokenizer))
     text = "a" * 5000 + "b" * (3 * held_out.TOKEN_CHARACTERS) + "c" * 5000
     assert tiny_tokenizer.decode(held_out._passage(text, encoder, 3)) == "bbb"
     assert tiny_tokenizer.decode(held_out._passage("short", encoder, 3)) == "sho"
@@ -169,7 +171,7 @@ def test_a_large_source_gives_its_first_held_out_documents_or_those_from_all_ove
     from_all, tiny_tokenizer, tmp_path
 ):
     source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, [33] * 9000)
-    read, encoder = read_of(source), Encoder(tiny_tokenizer)
+    read, encoder = read_of(source), Encoder(tiny_tokenizer, len(tiny_tokenizer))
     rule, blocks = held_out.hold_out(read, encoder, SEQ_LEN, 32, from_all)
     assert rule == HeldOut(below=LARGE)  # the training text does not depend on from_all
     texts = [document.text for document in read()]

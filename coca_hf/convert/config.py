@@ -294,7 +294,7 @@ def slow_pairs(config: CocaConfig) -> int:
 def check_kept_window(
     window: int | None,
     keep_layers: Collection[int] | int | str | None,
-    block_tokens: int = 1,
+    block_tokens: int = 2,
     name: str = "--keep-window",
 ) -> None:
     """Raise CocaError for a window without kept layers, or shorter than a calibration block. `name`
@@ -307,7 +307,7 @@ def check_kept_window(
     if window < block_tokens:
         raise CocaError(
             f"{name}: got {window}, expected at least {block_tokens:,} tokens"
-            + (", those of a block of --calibrate" if block_tokens > 1 else "")
+            + (", those of a block of --calibrate" if block_tokens > 2 else "")
         )
 
 

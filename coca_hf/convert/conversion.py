@@ -158,8 +158,10 @@ def convert_checkpoint(
     preflight.check_paths(sources, dst)
     preflight.check_options(form)
     preflight.check_layers(named, ranked, content, calibrate_on)
-    check_kept_window(keep_window, ranked or named, calibrate_block if calibrate_on else 1)
-    if calibrate_on:
+    check_kept_window(
+        keep_window, ranked or named, calibrate_block if calibrate_on is not None else 2
+    )
+    if calibrate_on is not None:
         preflight.check_device(device)
         of_hub = {"--split": split != "train", "--subset": subset}
         check_text_options(calibrate_on, of_hub, {"--column": column != "text"})
@@ -172,7 +174,7 @@ def convert_checkpoint(
                 pass
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory())).resolve()
         staging = stack.enter_context(locked_staging(scratch / "dst" if scratch else target))
-        texts = map(os.fspath, local_files(calibrate_on) if calibrate_on else ())
+        texts = map(os.fspath, local_files(calibrate_on) if calibrate_on is not None else ())
         preflight.check_target([*sources, *texts], target, overwrite)
         staging.former = contents_of(target)
         lora = None
@@ -180,13 +182,14 @@ def convert_checkpoint(
             lora = stack.enter_context(contextlib.closing(Adapter(Path(adapter))))
         source = open_source(src, revision, allow_pickle, lora, scratch)
         stack.enter_context(contextlib.closing(source))
+        preflight.check_target([str(source.directory)], target, overwrite)  # in the hub's cache
         layout = Layout(source, form, named)
         records = source.records() if layout.from_coca else {}
         last = records.get(RECORD)
         base = base_metadata(src, source.directory) if last is None else last.get("base", {})
         preflight.check_kept_number(ranked, layout)
         calibration = None
-        if calibrate_on:
+        if calibrate_on is not None:
             if layout.from_coca:  # its kept layers are what is fitted to
                 own, name = source.config.get("coca_kept_window"), f"{src}: coca_kept_window"
                 check_kept_window(own, layout.converted, calibrate_block, name)
@@ -344,7 +347,10 @@ def _initialisation(layout: Layout, finished: Collection[FinishedShard]) -> dict
     if layout.released:
         return {"rule": "the released t_proj, mean over the two rows of every rotary pair"}
     if layout.from_coca and not layout.converted:
-        return {"rule": "none: all weights are those of the source, which is a CoCA checkpoint"}
+        rule = "none: all weights are those of the source, which is a CoCA checkpoint"
+        return {"rule": rule + ", with the adapter" * (layout.source.adapter is not None)}
+    if not layout.converted:
+        return {"rule": "none: all layers keep the original's attention"}
     content = layout.config.coca_content_pairs or layout.config.coca_content_layers
     scales = {layer: of_heads for facts in finished for layer, of_heads in facts.scales.items()}
     return {

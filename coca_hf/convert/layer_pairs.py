@@ -55,7 +55,9 @@ class LayerPairs:
         self.config = converted_config(source.config, layout.form, kept, where)
         with torch.device("meta"):
             original, self._coca = (  # whichever attention the file asks for
-                AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+                AutoModelForCausalLM.from_config(
+                    config, dtype=torch.float32, attn_implementation="eager"
+                ).eval()
                 for config in (original_config, self.config)
             )
         self._base: Any = original.base_model

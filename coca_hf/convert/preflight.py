@@ -55,7 +55,7 @@ def check_layers(
     --content-layers, or `auto`.
     """
     if isinstance(content, str):
-        if content != "auto" or not calibrate_on:
+        if content != "auto" or calibrate_on is None:
             raise CocaError(
                 f"--content-layers: got {content!r}, expected numbers of layers, or auto with "
                 "--calibrate, which fits each layer in both ways"
@@ -77,7 +77,7 @@ def check_layers(
         raise CocaError(
             f"--keep-layers: got {ranked!r}, expected auto, a number from 1, or a list of layers"
         )
-    if not calibrate_on:
+    if calibrate_on is None:
         raise CocaError(
             f"--keep-layers: got {ranked} without --calibrate, which measures the harm of "
             "an original's layers; name the layers, as in 8,17 (one alone: '8,'), or, if the "
@@ -109,7 +109,11 @@ def check_device(device: str) -> None:
 
 
 def check_paths(sources: Collection[str], dst: str | os.PathLike) -> None:
-    """Raise CocaError for a path that cannot be looked up, or that is not UTF-8."""
+    """Raise CocaError for an empty name, and for a path that cannot be looked up or is not UTF-8."""
+    if "" in sources:
+        raise CocaError(
+            "got an empty name of a checkpoint, expected a directory, a file or a hub id"
+        )
     if Path(dst).name in ("", ".."):
         raise CocaError(f"DST: got {os.fspath(dst)!r}, expected the name of a directory to write")
     target = Path(dst).absolute()

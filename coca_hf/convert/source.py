@@ -15,7 +15,8 @@ import torch
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.utils import HFValidationError, filter_repo_objects
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from coca_hf.convert.adapter import CONFIG as ADAPTER
 from coca_hf.convert.adapter import Adapter
@@ -214,6 +215,14 @@ class Source:
                 tokenizer = self.tokenizer
         if tokenizer:
             _keep_tokenizer(tokenizer, directory)
+        if GENERATION_CONFIG_NAME not in names:
+            # what transformers takes from the config of older checkpoints, and ours has not
+            config = CONFIG_MAPPING[self.config["model_type"]].from_dict(self.config)
+            generation = GenerationConfig.from_model_config(config)
+            if any(
+                name in self.config for name in generation.to_diff_dict() if "token_id" not in name
+            ):
+                generation.save_pretrained(directory)
         if ntk_length:
             _raise_tokenizer_length(directory / TOKENIZER, ntk_length)
         return tokenizer

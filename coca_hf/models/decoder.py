@@ -8,6 +8,7 @@ checkpoints, which therefore load with `trust_remote_code=True` without coca_hf.
 """
 
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, Literal
@@ -168,9 +169,10 @@ class CocaConfig(PreTrainedConfig):
             "intermediate_size",
             "num_attention_heads",
             "num_key_value_heads",
+            "max_position_embeddings",
         )
         for name in (*sizes, "head_dim"):
-            if getattr(self, name) < 1:
+            if not 1 <= getattr(self, name) < 2**31:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
@@ -180,7 +182,7 @@ class CocaConfig(PreTrainedConfig):
 
     def validate_layers(self):
         """Called by `@strict`. Raises ValueError for kept or content layers that do not exist or that
-        are named twice, for a layer that is both, and for a window of no tokens or no layers, or one
+        are named twice, for a layer that is both, and for a window of one token or no layers, or one
         that was set after `sliding_window` had followed from another.
         """
         last = self.num_hidden_layers - 1
@@ -196,16 +198,28 @@ class CocaConfig(PreTrainedConfig):
                 "CoCA layers"
             )
         window = self.coca_kept_window
-        if window is not None and (window < 1 or not self.coca_kept_layers):
+        # transformers' caches keep all tokens of a window of 1
+        if window is not None and not (2 <= window < 2**31 and self.coca_kept_layers):
             raise ValueError(
                 f"coca_kept_window is {window} beside coca_kept_layers {self.coca_kept_layers}, "
-                "expected at least 1 token, and layers that are kept"
+                "expected at least 2 tokens, and layers that are kept"
             )
         if window is not None and self.sliding_window != window:
             raise ValueError(
                 f"coca_kept_window is {window}, but sliding_window, which follows from it, is "
                 f"{self.sliding_window}; pass coca_kept_window to from_pretrained"
             )
+
+    def validate_numbers(self):
+        """Called by `@strict`. Raises ValueError for an epsilon, a rotary base or a factor of RoPE
+        with which nothing is finite.
+        """
+        rope = self.rope_parameters or {}
+        for name in ("rms_norm_eps", "layer_norm_eps", "rope_theta", "factor"):
+            value = rope.get(name, getattr(self, name, None))
+            least = 0 if name.endswith("eps") else torch.finfo(torch.float32).tiny
+            if value is not None and not least <= value < math.inf:
+                raise ValueError(f"{name} is {value}, expected a finite number above 0")
 
     def validate_dropout(self):
         """Called by `@strict`. Raises ValueError for a dropout that is not from 0 to below 1."""

@@ -249,8 +249,8 @@ class DealtBlocks(IterableDataset):
 class Corpus:
     """What makes the blocks of `data`, and where they are: in `data.prepared`/KEY.
 
-    check_stop: called often while files are hashed and blocks are prepared; an exception from it
-    ends that, and what is done is kept.
+    vocab_size: of the model. check_stop: called often while files are hashed and blocks are
+    prepared; an exception from it ends that, and what is done is kept.
 
     Raises CocaError for a tokenizer without an eos token.
     """
@@ -259,9 +259,11 @@ class Corpus:
         self,
         data: Data,
         tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
         check_stop: Callable[[], None] = lambda: None,
     ):
-        self.data, self.tokenizer, self.encoder = data, tokenizer, Encoder(tokenizer)
+        self.data, self.tokenizer = data, tokenizer
+        self.encoder = Encoder(tokenizer, vocab_size)
         self._check_stop = check_stop
 
     def _contents(self) -> list[dict[str, str]]:
@@ -323,7 +325,7 @@ class Corpus:
                 source |= {"path": None, "files": list(files.items())}
         small = "uint16" if max(self.tokenizer.get_vocab().values()) < 2**16 else "uint32"
         return {
-            "format": 6,
+            "format": 7,
             "sources": described,
             "tokenizer": tokenizer_hash(self.tokenizer),
             "dtypes": ["uint32" if source.synthetic else small for source in self.data.sources],

@@ -6,6 +6,7 @@ TensorBoard, Weights & Biases and trackio get the same values through Hugging Fa
 """
 
 import json
+import math
 import os
 import sys
 import time
@@ -118,6 +119,9 @@ class StageLog(TrainerCallback, ExportableState):
         elif "loss" in logs:
             parts = {name: value for name, value in logs.items() if name.startswith("loss_")}
             values = {name: logs.get(name) for name in COLUMNS} | parts
+            for name, value in values.items():
+                if value is not None and not math.isfinite(value):
+                    values[name] = None  # of a bad first step, which no running mean replaces
             self._append({"step": state.global_step, **values, **place})
 
     def _append(self, line: dict) -> None:

@@ -183,7 +183,11 @@ class Lookups:
 
 
 def _laid_out(lookups: list[Lookup], text: Sequence[int], draw: random.Random) -> MarkedTokens:
-    """Statements and questions at random places of the text, no question before its statement."""
+    """Statements and questions at random places of the text, no question before its statement.
+
+    As many of the lookups as there is room for: a list in a short block may overrun its own.
+    """
+    lookups = lookups[: _fitting((lookup.length for lookup in lookups), len(text))]
     placed: list[tuple[float, MarkedTokens]] = []
     for lookup in lookups:
         place = draw.random() ** 2  # early, because most distances in a block are small

@@ -151,9 +151,9 @@ def _check_and_begin(
     config = models.start_config(recipe)
     check_plain(recipe.start, config)
     if recipe.teacher:
-        check_teacher(recipe.teacher, config)
+        check_teacher(recipe, config)
     # The tokenizer, and a block of every source
-    corpus = Corpus(recipe.data, models.start_tokenizer(recipe), check_stop)
+    corpus = Corpus(recipe.data, models.start_tokenizer(recipe), config.vocab_size, check_stop)
     check_tokenizer(corpus.tokenizer, config)
     if notice := check_positions(recipe, config):
         announce(notice)
@@ -172,6 +172,7 @@ def _check_and_begin(
             inputs[key] = of_config | weights_hashes(directory, check_stop)
     if on_hub:
         inputs["hub"] = on_hub
+    inputs["blocks"] = corpus.directory.name
     inputs["blocks_per_step"] = {stage.name: stage.blocks_per_step for stage in stages}
     check_inputs(out_dir, noted, inputs)
     begin_out(out_dir, given, inputs)
@@ -210,6 +211,12 @@ def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
                 **options,
             )
             on_cpu = arguments.device.type == "cpu"  # joins the other processes
+        own = "bf16" if arguments.bf16 else "fp16" if arguments.fp16 else "no"
+        if (launched := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) not in ("no", own):
+            raise CocaError(
+                f"{where}: got mixed_precision {launched} from accelerate launch, expected {own}: "
+                "the recipe decides, with bf16 or fp16; launch with --mixed_precision no"
+            )
         if arguments.n_gpu > 1:  # transformers would split every batch among them by DataParallel
             if number == 1:
                 announce(
@@ -418,8 +425,11 @@ def check_model_for_context_parallel(model: PreTrainedModel, where: str) -> None
             )
 
 
-def check_teacher(teacher: str, student: PreTrainedConfig) -> None:
-    """Raises CocaError, from the configs alone, if the teacher is not the student's original."""
+def check_teacher(recipe: Recipe, student: PreTrainedConfig) -> None:
+    """Raises CocaError, from the configs alone, if the teacher is not the student's original, or
+    blocks have positions that it does not have.
+    """
+    teacher, data = str(recipe.teacher), recipe.data
     config = models.load_config(teacher)
     check_head(teacher, config)
     for key in ("vocab_size", "num_hidden_layers", "hidden_size"):
@@ -429,6 +439,12 @@ def check_teacher(teacher: str, student: PreTrainedConfig) -> None:
                 f"teacher: {teacher} has {key} {theirs}, but the model has {ours}; take the one it "
                 "was converted from"
             )
+    trained = getattr(config, "max_position_embeddings", None) or math.inf
+    if (reach := data.skip_positions or 0) > trained:
+        raise CocaError(
+            f"data.skip_positions: got {reach}, expected at most {trained}, the positions of the "
+            f"teacher {teacher} (max_position_embeddings), from which the model learns"
+        )
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:

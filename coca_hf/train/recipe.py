@@ -522,6 +522,7 @@ def _check_arguments(where: str, options: dict[str, Any]) -> None:
     for key in (*_LEAST, "max_steps"):
         check(key, (options.get(key) or 0) < 2**31, "less than 2^31")
     check("learning_rate", options.get("learning_rate", 1.0) > 0, "a rate above 0")
+    check("seed", 0 <= options.get("seed", 0) < 2**32, "0 to 2^32 - 1")
     parameters = inspect.signature(checkpoint).parameters.values()
     known = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
     known.append("preserve_rng_state")
@@ -642,16 +643,21 @@ def _override_(tree: dict[str, Any], override: str) -> None:
         return node
 
     node: Any = tree
-    for step in steps:
-        is_list = isinstance(node, list)
-        node = _item(node, step, override) if is_list else mapping(node).setdefault(step, {})
+    for depth, step in enumerate(steps):
+        place: Any = _place(node, step, override) if isinstance(node, list) else step
+        if not isinstance(node, list) and step not in mapping(node):
+            # a stage's mapping begins as the one of all stages, which it replaces
+            shared = tree.get("training") if (steps[0], depth) == ("stages", 2) else None
+            node[step] = shared.get(step, {}) if isinstance(shared, dict) else {}
+        node[place] = copy.copy(node[place])  # an alias in the file may share it with others
+        node = node[place]
     mapping(node)[last] = _parse(value, override)
 
 
-def _item(items: list, step: str, override: str) -> Any:
-    """The stage of a name, or the source of a number. Raises CocaError."""
+def _place(items: list, step: str, override: str) -> int:
+    """The place of the stage of a name, or of the source of a number. Raises CocaError."""
     names = {
-        str(item["name"] if isinstance(item, dict) and "name" in item else number): item
+        str(item["name"] if isinstance(item, dict) and "name" in item else number): number
         for number, item in enumerate(items)
     }
     if step not in names:

@@ -16,7 +16,7 @@ leaves them, and the next one removes them.
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint import CheckpointException
 from transformers import TrainingArguments
 
 from coca_hf.errors import CocaError, one_line, short
-from coca_hf.files import remove_unfinished, replace_text, size_in_words
+from coca_hf.files import is_unfinished, remove_unfinished, replace_text, size_in_words
 from coca_hf.train.processes import is_lost_process
 from coca_hf.train.recipe import Recipe, Stage, StageOptions, read_tree, recipe_text
 from coca_hf.weights import read_json
@@ -190,24 +190,32 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def _is_used(out_dir: Path, recipe: Recipe) -> bool:
-    """Whether a run has begun there, or the directory has files other than prepared blocks."""
+    """Whether a run has begun there, or the directory has files other than prepared blocks and what
+    a run of this recipe writes before it begins.
+    """
     blocks, own = Path(recipe.data.prepared).resolve(), out_dir.resolve()
+    files = [path for path in own.rglob("*") if not path.is_dir()]
+    before = {path for path in files if path.parent == own and is_unfinished(path)}
+    with suppress(OSError, UnicodeDecodeError):
+        if (own / RECIPE).read_text(encoding="utf-8") == recipe_text(recipe):
+            before |= {own / RECIPE, own / INPUTS}
     return any(
-        path.name not in (RECIPE, INPUTS) and path.suffix != ".partial"
-        for path in own.rglob("*")
-        if not path.is_dir() and (blocks == own or blocks not in path.parents)
+        path not in before and (blocks == own or blocks not in path.parents) for path in files
     )
 
 
 def _flat(tree: Any, path: str = "") -> dict[str, Any]:
-    """A tree's values by their dotted paths, with stages by name, to compare two recipes."""
+    """A tree's values by their dotted paths, and the names of stages in order, to compare two
+    recipes.
+    """
     if isinstance(tree, dict):
         items = {str(key): value for key, value in tree.items()}
     elif isinstance(tree, list) and tree and all(isinstance(item, dict) for item in tree):
         items = {str(item.get("name", number)): item for number, item in enumerate(tree)}
     else:
         return {path: tree}
-    return {
+    order = {path: [*items]} if isinstance(tree, list) else {}
+    return order | {
         key: value
         for name, item in items.items()
         for key, value in _flat(item, f"{path}.{name}".strip(".")).items()

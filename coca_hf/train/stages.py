@@ -116,14 +116,19 @@ def prepare_recipe(recipe: Recipe, world_size: int) -> tuple[Blocks, int]:
     Blocks that exist already are checked. Raises CocaError as `Corpus.prepare` does, and Stopped
     after SIGTERM or SIGUSR1, once what is done is on disk.
     """
-    tokenizer, num_blocks = models.start_tokenizer(recipe), recipe.num_blocks(world_size)
+    num_blocks = recipe.num_blocks(world_size)
     with stop_on_signals() as stop:
         try:
-            return Corpus(recipe.data, tokenizer, stop.check).prepare(num_blocks), num_blocks
+            return _corpus(recipe, stop.check).prepare(num_blocks), num_blocks
         except Stopped as stopped:
             raise Stopped(
                 f"{recipe.data.prepared}: stopped by {stopped}; the same command continues"
             ) from None
+
+
+def _corpus(recipe: Recipe, check_stop: Callable[[], None]) -> Corpus:
+    tokenizer, vocab_size = models.start_tokenizer(recipe), models.start_config(recipe).vocab_size
+    return Corpus(recipe.data, tokenizer, vocab_size, check_stop)
 
 
 @contextmanager
@@ -163,7 +168,7 @@ def _ready(
         check_base(stage, check_stop)
     if blocks is not None:
         return blocks
-    corpus = Corpus(recipe.data, models.start_tokenizer(recipe), check_stop)
+    corpus = _corpus(recipe, check_stop)
     if corpus.has(num_blocks):
         blocks = corpus.blocks()
     else:
@@ -181,6 +186,11 @@ def _ready(
     announce(
         f"data: {len(blocks):,} blocks, {size_in_words(blocks.num_bytes)}, in {blocks.directory}"
     )
+    if (found := len(blocks.held_out)) < recipe.data.held_out_blocks:
+        announce(
+            f"data.held_out_blocks: got text for {found:,} of {recipe.data.held_out_blocks:,}, because "
+            "a tenth of a source is held out at most"
+        )
     return blocks
 
 

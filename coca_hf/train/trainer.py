@@ -12,6 +12,7 @@ import io
 import math
 import os
 import pickle
+import shutil
 import warnings
 import zipfile
 from collections.abc import Iterator
@@ -39,7 +40,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl
 from transformers.trainer import SCHEDULER_NAME
-from transformers.trainer_utils import rotate_checkpoints
 
 from coca_hf.errors import CocaError
 from coca_hf.files import sync
@@ -47,7 +47,7 @@ from coca_hf.train.log import StageLog
 from coca_hf.train.objectives import Objective
 from coca_hf.train.processes import StopRequest
 from coca_hf.train.recipe import LinearBounds, StageOptions, has_bounds
-from coca_hf.train.run_directory import PARTIAL, reading, saving_to
+from coca_hf.train.run_directory import PARTIAL, reading, saved_checkpoints, saving_to
 
 RUNNING_SHARE = 0.02  # of a step's loss in the running mean, which therefore spans about 50 steps
 STATE = "state"
@@ -165,7 +165,9 @@ class StageTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: dict, num_items_in_batch=None) -> Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._step_loss += loss
-        running = self.stage_log.place["running_loss"] or 0.0
+        running = self.stage_log.place["running_loss"]
+        if running is None:
+            return loss
         running /= self.current_gradient_accumulation_steps
         # A loss that is not a number would hide the mean of all others
         return loss.nan_to_num(running, running, running)
@@ -274,7 +276,9 @@ class StageTrainer(Trainer):
                     sync(path)
                 os.rename(directory / PARTIAL / name, directory / name)
                 sync(directory)
-                rotate_checkpoints(str(directory), save_total_limit=self.args.save_total_limit)
+                if (limit := self.args.save_total_limit or 0) > 0:
+                    for path in saved_checkpoints(directory)[:-limit]:
+                        shutil.rmtree(path)  # transformers would take a user's copies for ours
             self.accelerator.wait_for_everyone()
         self.stage_log.restart_speed()  # every save follows a line of the log
 
@@ -301,6 +305,9 @@ class _EveryStep(TrainerCallback):
 
     def __init__(self, trainer: StageTrainer):
         self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        state.compute_steps(args, state.max_steps)  # resumed, it has those of the checkpoint
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self.trainer.end_of_backward()

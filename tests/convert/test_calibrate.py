@@ -752,7 +752,7 @@ def test_short_texts_of_another_column_are_joined_with_the_end_token(of_source, 
     blocks, _ = calibration_blocks(place, *of_source, num_tokens=640, block_tokens=64)
     assert blocks.shape == (10, 64)
     rule = most_held_out(
-        lambda: read_documents(*place), Encoder(tokenizer), TRAINING_HELD_OUT_TOKENS
+        lambda: read_documents(*place), Encoder(tokenizer, len(tokenizer)), TRAINING_HELD_OUT_TOKENS
     )
     fitted = {rule.split(row)[0] for row in rows}
     for block in blocks:

@@ -18,7 +18,8 @@ def make_corpus(
 ):
     given = {"seq_len": seq_len, "held_out_blocks": held_out_blocks}
     given |= {"prepared": str(directory), **data}
-    return Corpus(Data(sources=list(sources), **given), tokenizer, check_stop)
+    described = Data(sources=list(sources), **given)
+    return Corpus(described, tokenizer, len(tokenizer), check_stop)
 
 
 def tokens_of(blocks: Blocks, first: int = 0, end: int | None = None) -> list[tuple[int, ...]]:

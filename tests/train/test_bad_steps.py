@@ -86,7 +86,9 @@ def test_a_spike_stops_the_run_and_its_blocks_and_sources_are_named(
     with pytest.raises(CocaError, match=message) as caught:
         train("training.spike_factor=3", "training.save_steps=1")
     tokenizer = AutoTokenizer.from_pretrained(tiny_coca_dir)
-    blocks = tokens_of(Corpus(load_recipe(recipe_path).data, tokenizer).blocks(), 8, 12)
+    blocks = tokens_of(
+        Corpus(load_recipe(recipe_path).data, tokenizer, len(tokenizer)).blocks(), 8, 12
+    )
     digits = sum("0" <= tokenizer.decode(block[1:2]) <= "9" for block in blocks)
     for count, name in ((4 - digits, "words/"), (digits, "digits.jsonl")):
         named = f"{count} of " in str(caught.value) and name in str(caught.value)

@@ -163,7 +163,7 @@ def test_two_processes_that_share_blocks_resume_to_the_same_bits(recipes, runs, 
 def test_the_parts_have_the_positions_and_labels_that_they_have_in_the_block(recipes, runs):
     recipe = load_recipe(recipes / "slack.yaml")
     tokenizer = AutoTokenizer.from_pretrained(recipe.model)
-    stream = iter(tokens_of(Corpus(recipe.data, tokenizer).blocks()))
+    stream = iter(tokens_of(Corpus(recipe.data, tokenizer, len(tokenizer)).blocks()))
     files = [(runs / f"dealt-{rank}.jsonl").read_text().splitlines() for rank in (0, 1)]
     dealt = [list(map(json.loads, lines)) for lines in files]
     assert len(dealt[0]) == len(dealt[1]) == 2 * 2  # steps, batches of 2 blocks

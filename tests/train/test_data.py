@@ -82,7 +82,7 @@ class AddsItsOwn:
 def test_special_tokens_stand_once_around_a_document_however_many_pieces_it_has(monkeypatch):
     monkeypatch.setattr(tokens, "PIECE_CHARACTERS", 8)
     text = "ab cdefghijklmn op q"
-    assert tokens.Encoder(AddsItsOwn()).document(text).tolist() == [1, *map(ord, text), 2]
+    assert tokens.Encoder(AddsItsOwn(), 256).document(text).tolist() == [1, *map(ord, text), 2]
 
 
 def test_a_document_larger_than_a_dozen_novels_is_named_once_and_trained_on_in_pieces(

@@ -67,7 +67,9 @@ def recipe_of(recipe_tree, hub, tmp_path):
 
 
 def assert_trained_on_the_files_on_disk(out, recipe_of, hub, tokenizer):
-    ours, local = (Corpus(recipe_of(path).data, tokenizer) for path in (REPO, hub.local))
+    ours, local = (
+        Corpus(recipe_of(path).data, tokenizer, len(tokenizer)) for path in (REPO, hub.local)
+    )
     assert tokens_of(ours.blocks()) == tokens_of(local.prepare(48))
     assert [line["step"] for line in log_lines(out / "1-k")] == [*range(1, 13)]
 
@@ -84,7 +86,7 @@ def test_a_network_that_fails_in_the_middle_is_one_line_and_the_run_continues_at
     assert "somebody/lines: the hub gave nothing after row 3" in str(caught.value)
     assert "with --resume" in str(caught.value)
     assert not any(word in str(caught.value) for word in ("\n", "\\n", "Traceback"))
-    assert 0 < len(Corpus(recipe.data, tiny_tokenizer).blocks()) < 48
+    assert 0 < len(Corpus(recipe.data, tiny_tokenizer, len(tiny_tokenizer)).blocks()) < 48
     hub.lost = None
     hub.commits["2" * 40] = {FILES[0]: hub.commits["1" * 40][FILES[1]]}
     run_recipe(recipe_of(REPO), out, resume=True)
@@ -103,7 +105,7 @@ def test_a_hub_that_does_not_answer_is_one_line_and_nothing_is_written(hub, reci
 
 def test_prepared_blocks_are_trained_on_without_the_hub(hub, recipe_of, tiny_tokenizer, tmp_path):
     recipe = recipe_of(REPO)
-    Corpus(recipe.data, tiny_tokenizer).prepare(recipe.num_blocks(1))
+    Corpus(recipe.data, tiny_tokenizer, len(tiny_tokenizer)).prepare(recipe.num_blocks(1))
     hub.asked.clear()
     hub.commits.clear()
     run_recipe(recipe_of(REPO), tmp_path / "out")
@@ -112,8 +114,8 @@ def test_prepared_blocks_are_trained_on_without_the_hub(hub, recipe_of, tiny_tok
 
 
 def test_a_preparation_is_extended_at_the_commit_that_it_began_at(hub, recipe_of, tiny_tokenizer):
-    Corpus(recipe_of(REPO).data, tiny_tokenizer).prepare(10)
+    Corpus(recipe_of(REPO).data, tiny_tokenizer, len(tiny_tokenizer)).prepare(10)
     hub.commits["2" * 40] = {FILES[0]: hub.commits["1" * 40][FILES[1]]}
-    prolonged = Corpus(recipe_of(REPO).data, tiny_tokenizer).prepare(150)
-    local = Corpus(recipe_of(hub.local).data, tiny_tokenizer).prepare(150)
+    prolonged = Corpus(recipe_of(REPO).data, tiny_tokenizer, len(tiny_tokenizer)).prepare(150)
+    local = Corpus(recipe_of(hub.local).data, tiny_tokenizer, len(tiny_tokenizer)).prepare(150)
     assert tokens_of(prolonged) == tokens_of(local)
