@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from coca_hf.convert.layer_pairs import Angles, HiddenStates, LayerPairs, batches, run_layer
+from coca_hf.convert.refit import blocks_to_refit_on
 from coca_hf.models.attention import (
     CocaAttention,
     ContentPairs,
@@ -401,6 +402,8 @@ def expected_seconds(
         step = _seconds(lambda: fit(attention, seen, steps, seed=0), pairs.device) / steps
     reads = layers - first
     tokens = blocks.numel() * (max(missing) + 1 - first) + 3 * task.held_out.numel() * reads
+    # each layer of both models, and the attention of one again
+    tokens += 3 * layers * blocks[blocks_to_refit_on(pairs.config, blocks, task.seed)].numel()
     if task.ranked_tokens:  # a run per layer, and then another calibration with the kept layers
         tokens += task.ranked_tokens * layers * (layers + 3) // 2
         tokens += 3 * task.held_out.numel() * layers

@@ -60,6 +60,7 @@ from coca_hf.convert.layer_pairs import (
     run_layer,
 )
 from coca_hf.convert.layout import Layout
+from coca_hf.convert.refit import blocks_to_refit_on, refit_outputs
 from coca_hf.convert.writer import PROCESS_BYTES, bytes_of
 from coca_hf.errors import CocaError
 from coca_hf.files import replace_text, replacing, size_in_words
@@ -90,7 +91,7 @@ class FittedLayers(NamedTuple):
     """The fitted tensors by name in the CoCA model, in float32, and their quality on held-out text.
 
     tensors: mapped from their files. content_layers: the fitted layers with content pairs in every
-    second of the other pairs. perplexity: of `original`, `start` and `calibrated`.
+    second of the other pairs. perplexity: of `original`, `start` and `fitted`.
     """
 
     tensors: dict[str, Tensor]
@@ -216,7 +217,10 @@ class Calibration:
     def run(self, layout: Layout, folder: Path, report: Report) -> None:
         """Fit the layers of `layout`, which receives the tensors; `record` says what was done."""
         done, task = self._fit(layout, folder, report), self.task
-        layout.calibrated = done.tensors
+        began = time.perf_counter()
+        outputs, perplexity = self._refit(layout, done.tensors, folder)
+        self.seconds.update({"outputs": time.perf_counter() - began})
+        layout.calibrated = done.tensors | outputs
         half = task.blocks.numel() // 2  # the other half has repeated passages
         record = {
             "text": self.text,
@@ -230,7 +234,7 @@ class Calibration:
             "seed": task.seed,
             "passes": task.passes,
             "device": self.device,
-            "perplexity": done.perplexity,
+            "perplexity": done.perplexity | {"calibrated": perplexity},
             "attention_kl": [layer._asdict() for layer in done.layers],
             "layer_harm": self.harms,
             "seconds": round(time.perf_counter() - self.began, 1),
@@ -251,6 +255,23 @@ class Calibration:
         self.harms = layer_harms(pairs, fitted, self.ranking_blocks, folder)
         return most_harmful(self.harms, None if number == "auto" else int(number))
 
+    def _refit(
+        self, layout: Layout, fitted: Mapping[str, Tensor], folder: Path
+    ) -> tuple[dict[str, Tensor], float]:
+        """W_O of the converted layers, and the perplexity of held-out text with it."""
+        task, pairs = self.task, LayerPairs(layout, self.device, self.dtype)
+        num_blocks, length = task.blocks.shape
+        positions = skipped_positions(num_blocks, length, reach(pairs.config), task.seed)
+        some = blocks_to_refit_on(pairs.config, task.blocks, task.seed)
+        try:
+            with precision(pairs.dtype):
+                outputs, states = refit_outputs(
+                    pairs, fitted, task.blocks[some], task.held_out, positions[some], folder
+                )
+                return outputs, perplexity(pairs, states, task.held_out)
+        finally:
+            remove_states(folder)
+
     def _fit(self, layout: Layout, folder: Path, report: Report) -> FittedLayers:
         self.began = self.began or time.perf_counter()
         run = CalibrationRun(LayerPairs(layout, self.device, self.dtype), self.task, folder)
@@ -270,12 +291,14 @@ def needs(layout: Layout, task: FitTask, dtype: torch.dtype) -> Needs:
     batch = max(BATCH_TOKENS, task.blocks.shape[1])
     activations = batch * (3 * config.intermediate_size * dtype.itemsize + 32 * config.hidden_size)
     head = 6 * config.vocab_size * config.hidden_size
+    moments = 4 * 8 * (config.num_attention_heads * config.head_dim) ** 2  # of refitting W_O
     fit_states = 2 * (tokens + 2 * task.held_out.numel())
     # a model per layer, and the original
     rank_states = task.ranked_tokens * (config.num_hidden_layers + 1)
     return Needs(
         # fitted weights also have a gradient and Adam's two moments
-        PROCESS_BYTES + max(weights + 16 * fitted + seen + activations, head),
+        PROCESS_BYTES
+        + max(weights + 16 * fitted + seen + activations, weights + moments + activations, head),
         max(fit_states, rank_states) * config.hidden_size * 4,
         len(layout.converted) * fitted * 4,
     )
@@ -298,7 +321,7 @@ class CalibrationRun:
 
     layer-N.safetensors  the fitted tensors of layer N, with the settings and a hash
     states-0, states-1   the hidden states before a layer of even and of odd number: of the blocks,
-                         and of the held-out ones in the original, the start and the calibrated model
+                         and of the held-out ones in the original, the start and the fitted model
     states.json          the layer that comes next, and the hash of the states before it
     """
 
@@ -330,7 +353,7 @@ class CalibrationRun:
                 self._report(report, layers)
             with self._timed("measure"):
                 perplexity = self._perplexity()
-        self._remove_states()
+        remove_states(self.folder)
         tensors, content_layers = dict[str, Tensor](), list[int]()
         for number, file in self.files.items():
             fitted, facts = _load(file)
@@ -400,14 +423,10 @@ class CalibrationRun:
     @torch.no_grad()
     def _embed(self) -> None:
         embeddings, states = self.pairs.embeddings(), self.states[0]
-        self._remove_states()
+        remove_states(self.folder)
         ids = torch.cat((self.task.blocks, *[self.task.held_out] * 3))
         for some in batches(states):
             states[some] = embeddings[ids[some]]
-
-    def _remove_states(self) -> None:
-        for path in self.folder.glob("states*"):
-            path.unlink()
 
     def _record(self, layers: list[LayerFit]) -> None:
         """Note that `layers` are done, so a run that is killed continues after them."""
@@ -446,26 +465,33 @@ class CalibrationRun:
         yield
         self.seconds[what] += time.perf_counter() - began
 
-    @torch.no_grad()
-    @torch.autocast("cpu", enabled=False)
     def _perplexity(self) -> dict[str, float]:
-        """Perplexity of the held-out text from the states after the last layer.
-
-        The norm and the head are the same in both models.
-        """
-        norm, head = self.pairs.norm_and_head()
-        next_ids = self.task.held_out[:, 1:]
-        following = next_ids.flatten().to(head.device).split(CHUNK)
-        found = {}
         _, *streams = self._parts(len(self.pairs))
-        for name, stream in zip(("original", "start", "calibrated"), streams, strict=True):
-            rows = stream[:][:, :-1].flatten(0, 1).to(head.device).split(CHUNK)
-            losses = [
-                cross_entropy(linear(norm(row), head), ids, reduction="sum").item()
-                for row, ids in zip(rows, following, strict=True)
-            ]
-            found[name] = math.exp(sum(losses) / next_ids.numel())
-        return found
+        return {
+            name: perplexity(self.pairs, stream, self.task.held_out)
+            for name, stream in zip(("original", "start", "fitted"), streams, strict=True)
+        }
+
+
+@torch.no_grad()
+@torch.autocast("cpu", enabled=False)
+def perplexity(pairs: LayerPairs, states: HiddenStates, blocks: Tensor) -> float:
+    """Perplexity of `blocks`, (n, m) token ids, from the states after the last layer. The norm and
+    the head are the same in both models.
+    """
+    norm, head = pairs.norm_and_head()
+    following = blocks[:, 1:].flatten().to(head.device).split(CHUNK)
+    rows = states[:][:, :-1].flatten(0, 1).to(head.device).split(CHUNK)
+    losses = [
+        cross_entropy(linear(norm(row), head), ids, reduction="sum").item()
+        for row, ids in zip(rows, following, strict=True)
+    ]
+    return math.exp(sum(losses) / blocks[:, 1:].numel())
+
+
+def remove_states(folder: Path) -> None:
+    for path in folder.glob("states*"):
+        path.unlink()
 
 
 def _save(tensors: dict[str, Tensor], is_content_layer: bool, file: Path, settings: str) -> None:

@@ -1,0 +1,149 @@
+"""W_O of the calibrated layers, by ridge regression on the hidden states of the converted model.
+
+`calibrate.py` fits each layer on what the original has there. Put together, each layer reads what the
+layers before it made of the text, and their small differences add up. So every converted layer, in
+order, gets the W_O that brings the residual stream after its attention nearest to the original's,
+earlier differences included (GPTAQ, arXiv 2504.02692):
+
+    minimise  mean over tokens  |(x' + a') - (x + W_O o)|^2 / |x' + a'|^2  +  λ |W_O - the original's|^2
+
+with x the stream, a the output of the attention and o what W_O receives; ' marks the original. The
+division lets all tokens count alike: attention sinks have norms a thousand times those of others. λ is
+`RIDGE` times the mean of the diagonal of what o's second moments are in this sum.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coca_hf.convert.layer_pairs import HiddenStates, LayerPairs, batches, run_layer
+from coca_hf.models.decoder import CocaConfig
+
+RIDGE = 1.0
+TOKENS_A_COLUMN = 64  # of W_O, to fit it on, at most
+
+
+def blocks_to_refit_on(config: CocaConfig, blocks: Tensor, seed: int) -> Tensor:
+    """The numbers of the blocks, out of (n_b, m), that W_O is fitted on."""
+    wanted = TOKENS_A_COLUMN * config.num_attention_heads * config.head_dim
+    draw = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(blocks), generator=draw)
+    return order[: math.ceil(wanted / blocks.shape[1])].sort().values
+
+
+@torch.no_grad()
+def refit_outputs(
+    pairs: LayerPairs,
+    fitted: Mapping[str, Tensor],
+    blocks: Tensor,
+    held_out: Tensor,
+    positions: Tensor,
+    folder: Path,
+) -> tuple[dict[str, Tensor], HiddenStates]:
+    """W_O of the converted layers by name, in float32, and the hidden states of `held_out` after the
+    last layer.
+
+    fitted: the calibrated tensors by name in the CoCA model. blocks: token ids to fit on, (n_b, m), at
+    positions (n_b, m); held_out: (n, m). folder: gets two files of hidden states, `states-...`.
+    """
+    ids, in_order = torch.cat((blocks, held_out)), torch.arange(held_out.shape[1])
+    at = torch.cat((positions.cpu(), in_order.expand(held_out.shape))).to(pairs.device)
+    shape = (*ids.shape, pairs.config.hidden_size)
+    theirs, ours = (HiddenStates(folder / f"states-{name}", shape) for name in ("theirs", "ours"))
+    embeddings, outputs = pairs.embeddings(), dict[str, Tensor]()
+    for some in batches(theirs):
+        theirs[some] = ours[some] = embeddings[ids[some]].float()
+    for number in range(len(pairs)):
+        original, converted = pairs.load(number)
+        prefix = f"model.layers.{number}."
+        names = [name for name in fitted if name.startswith(prefix)]
+        converted.load_state_dict(
+            {name.removeprefix(prefix): fitted[name] for name in names}, strict=False
+        )
+        if number in pairs.layout.converted:
+            sums = Sums(pairs, original, converted, len(blocks))
+            with sums.noting():
+                run_layer(
+                    original,
+                    theirs,
+                    theirs,
+                    at,
+                    pairs.angles.original,
+                    lambda some, *_: sums.add(some, theirs[some], ours[some], at[some]),  # noqa: B023
+                )
+            weight = converted.self_attn.o_proj.weight
+            outputs[f"{prefix}self_attn.o_proj.weight"] = refitted = sums.solve()
+            weight.data = refitted.to(weight)
+        else:
+            run_layer(original, theirs, theirs, at, pairs.angles.original)
+        run_layer(converted, ours, ours, at, pairs.angles.coca)
+    return outputs, [*ours.split(len(blocks), len(held_out))][1]
+
+
+class Sums:
+    """The sums over tokens that decide a layer's W_O; only the first `num_blocks` blocks count."""
+
+    def __init__(self, pairs: LayerPairs, original: Any, converted: Any, num_blocks: int):
+        self._pairs, self._converted, self._num_blocks = pairs, converted, num_blocks
+        self._attention: nn.Module = (
+            original.self_attn if hasattr(original, "self_attn") else original.attention
+        )
+        self._output = converted.self_attn.o_proj
+        self._scale = getattr(pairs.config, "residual_multiplier", 1.0)
+        width, hidden = self._output.in_features, self._output.out_features
+        self._moments = torch.zeros(width, width, dtype=torch.float64)
+        self._wanted = torch.zeros(width, hidden, dtype=torch.float64)
+        self._noted: dict[str, Tensor] = {}
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note the output of the original's attention, and what W_O receives."""
+        hooks = [
+            self._attention.register_forward_hook(
+                lambda _, __, result: self._noted.__setitem__("a", result[0])
+            ),
+            self._output.register_forward_pre_hook(
+                lambda _, given: self._noted.__setitem__("o", given[0])
+            ),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def add(self, some: slice, theirs: Tensor, ours: Tensor, at: Tensor) -> None:
+        """Count the tokens of these blocks, whose states before the layer are `theirs` and `ours`,
+        (b, m, hidden), at positions (b, m).
+        """
+        theirs, ours = (states.to(at.device) for states in (theirs, ours))
+        self._converted.self_attn(
+            self._converted.input_layernorm(ours),
+            attention_mask=None,
+            position_ids=at,
+            position_embeddings=self._pairs.angles.coca(at),
+        )
+        count = max(0, self._num_blocks - (some.start or 0))
+        theirs, ours, a, o = (
+            part[:count].flatten(0, 1).float()
+            for part in (theirs, ours, self._noted["a"], self._noted["o"])
+        )
+        wanted = a + (theirs - ours) / self._scale
+        if self._output.bias is not None:
+            wanted -= self._output.bias
+        with torch.autocast("cpu", enabled=False):
+            weighted = (o / (theirs + self._scale * a).square().mean(-1, keepdim=True)).mT
+            self._moments += (weighted @ o).double().cpu()
+            self._wanted += (weighted @ wanted).double().cpu()
+
+    def solve(self) -> Tensor:
+        """W_O, (hidden, width), in float32."""
+        before = self._output.weight.double().cpu()
+        ridge = RIDGE * self._moments.diagonal().mean()
+        moments = self._moments + ridge * torch.eye(len(self._moments), dtype=torch.float64)
+        return torch.linalg.solve(moments, self._wanted + ridge * before.mT).mT.float().contiguous()
