@@ -32,7 +32,7 @@ def convert_command(
     calibrate: Annotated[
         str | None,
         typer.Option(
-            help="Fit W_Q and W_T to the original's attention on this text; the model starts far "
+            help="Fit W_Q, W_T and W_O to the original's attention on this text; the model starts far "
             "better. Text: a .txt, .jsonl or .parquet file, a directory or glob of them, or a data "
             "set on the hub."
         ),

@@ -208,7 +208,7 @@ def _calibration(calibration: dict, conversion: dict) -> str:
         else "the original's attention"
     )
     return (
-        f"W_Q and W_T fitted to {imitated} on {calibration['tokens']:,} tokens of text and on "
+        f"W_Q, W_T and W_O fitted to {imitated} on {calibration['tokens']:,} tokens of text and on "
         f"repeated passages; {perplexity_in_words(calibration, conversion)}"
     )
 

@@ -402,8 +402,10 @@ def expected_seconds(
         step = _seconds(lambda: fit(attention, seen, steps, seed=0), pairs.device) / steps
     reads = layers - first
     tokens = blocks.numel() * (max(missing) + 1 - first) + 3 * task.held_out.numel() * reads
-    # each layer of both models, and the attention of one again
-    tokens += 3 * layers * blocks[blocks_to_refit_on(pairs.config, blocks, task.seed)].numel()
+    # W_O: each layer of both models, and the attention of one again
+    refitted_on = blocks[blocks_to_refit_on(pairs.config, blocks, task.seed)]
+    tokens += 3 * layers * (refitted_on.numel() + task.held_out.numel())
+    reads += layers
     if task.ranked_tokens:  # a run per layer, and then another calibration with the kept layers
         tokens += task.ranked_tokens * layers * (layers + 3) // 2
         tokens += 3 * task.held_out.numel() * layers

@@ -1,8 +1,9 @@
 """`--calibrate`: fit the attention of all layers, and find the layers whose conversion harms most.
 
 The layers are fitted one at a time (`calibrate.py`), on the hidden states that the original has
-there. Memory holds a pair of layers (`LayerPairs`) and what the original's attention sees there
-(`AttentionInputs`); hidden states are in files. A run that is killed continues with the layer it was at.
+there; then W_O of all of them is fitted on those of the converted model (`refit.py`). Memory holds
+a pair of layers (`LayerPairs`) and what the original's attention sees there (`AttentionInputs`);
+hidden states are in files. A run that is killed continues with the layer it was at.
 
 The harm of converting a layer is how much the original's predictions change if this layer alone has
 CoCA's attention, calibrated: the mean over tokens, in nats, of

@@ -99,7 +99,7 @@ def convert_checkpoint(
         its layers
     ntk_factor: dynamic NTK's factor
     released: `src` is a GPT-NeoX checkpoint of the authors' code, which its files do not show
-    calibrate_on: text to fit W_Q and W_T to the original's attention on (`calibrate.py`)
+    calibrate_on: text to fit W_Q, W_T and W_O to the original's attention on (`calibration.py`)
     calibrate_tokens: tokens of that text; as many tokens of repeated passages are added
     calibrate_block, calibrate_passes: tokens in a block, and passes over the blocks
     column, split, subset: of the text, as in `read_documents`

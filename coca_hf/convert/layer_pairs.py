@@ -23,7 +23,7 @@ from coca_hf.convert.layout import Layout
 from coca_hf.models.rotary import CocaRotaryEmbedding
 
 BATCH_TOKENS = 4096  # in memory at once, unless a block is longer
-FITTED = ("q_proj", "t_proj")  # the projections that calibration changes
+FITTED = ("q_proj", "t_proj")  # the projections that calibration fits to attention maps
 # the name of the attention function that notes queries and keys
 ATTENTION = "coca_calibration"
 

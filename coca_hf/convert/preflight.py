@@ -196,7 +196,7 @@ def check_numbers(layouts: Iterable[Layout]) -> None:
     """Raise CocaError for what writing one of `layouts` would refuse, before layers are calibrated
     for hours.
 
-    Only what calibration itself makes of W_Q and W_T is still unknown.
+    Only what calibration itself makes of W_Q, W_T and W_O is still unknown.
     """
     known = set[str]()
     for layout in layouts:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coca_hf.convert.layer_pairs import HiddenStates, LayerPairs, batches, run_layer
+from coca_hf.convert.layer_pairs import ATTENTION, HiddenStates, LayerPairs, batches, run_layer
 from coca_hf.models.decoder import CocaConfig
 
 RIDGE = 1.0
@@ -94,6 +94,7 @@ class Sums:
             original.self_attn if hasattr(original, "self_attn") else original.attention
         )
         self._output = converted.self_attn.o_proj
+        converted.self_attn.config._attn_implementation = ATTENTION
         self._scale = getattr(pairs.config, "residual_multiplier", 1.0)
         width, hidden = self._output.in_features, self._output.out_features
         self._moments = torch.zeros(width, width, dtype=torch.float64)

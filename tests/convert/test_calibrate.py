@@ -97,7 +97,7 @@ def test_attention_gets_closer_and_perplexities_are_those_of_the_models(
 def assert_perplexities_are_those_of_the_models(result, original, coca, ids):
     expected = {"original": perplexity(original, ids), "start": perplexity(coca, ids)}
     assert not coca.load_state_dict(result.tensors, strict=False).unexpected_keys
-    expected["calibrated"] = perplexity(coca, ids)
+    expected["fitted"] = perplexity(coca, ids)
     assert result.perplexity == pytest.approx(expected, rel=1e-4)
 
 
@@ -376,7 +376,7 @@ def convert(src, dst, text, **options):
     return convert_checkpoint(src, dst, calibrate_on=str(text), **options)
 
 
-def test_only_queries_and_coefficients_differ_and_the_record_says_what_was_done(
+def test_only_queries_coefficients_and_outputs_differ_and_the_record_says_what_was_done(
     tiny_llama_dir, text, tmp_path
 ):
     dst = tmp_path / "calibrated"
@@ -384,7 +384,8 @@ def test_only_queries_and_coefficients_differ_and_the_record_says_what_was_done(
     plain_record = convert_checkpoint(tiny_llama_dir, tmp_path / "plain")
     ours, plain = weights_of(dst), weights_of(tmp_path / "plain")
     changed = {name for name in plain if not torch.equal(ours[name], plain[name])}
-    assert changed == {name for name in plain if "q_proj" in name or "t_proj" in name}
+    fitted = ("q_proj", "t_proj", "o_proj")
+    assert changed == {name for name in plain if name.split(".")[-2] in fitted}
     assert record == record_of(dst)
     facts = record["calibration"]
     expected = {"tokens": 256, "repeated_tokens": 256, "block_tokens": 64, "reach": 64}
@@ -561,7 +562,8 @@ def test_the_time_counts_layers_that_are_not_fitted_and_the_ranking(pairs_of):
             return expected_seconds(pairs, task, missing, first)
 
     read, forward, measure, held_out = 1, 1, 2 * 4, 3 * 4 / 24  # a batch has all 24 blocks
-    assert seconds(0) == pytest.approx(3 * read + forward + 3 * held_out + measure)
+    outputs = 3 * (read + 3 * (forward + 4 / 24))
+    assert seconds(0) == pytest.approx(3 * read + forward + 3 * held_out + measure + outputs)
     assert seconds(2) == pytest.approx(seconds(0) + 2 * forward)
     assert seconds(1, 2, first=1) == pytest.approx(seconds(2) - read - held_out - forward + measure)
     measured_twice, blocks = 2 * 4, 24  # 336 steps are 14 passes over 24 blocks
