@@ -485,10 +485,11 @@ def card_command(
     base_model: Annotated[str | None, typer.Option(help=BASE_MODEL)] = None,
 ) -> None:
     """Rewrite the model card, MODEL/README.md, from the records in MODEL and the rows."""
-    from coca_hf.card import write_card
+    from coca_hf.card import check_unedited, write_card
     from coca_hf.evaluate.loaded_model import fingerprint
     from coca_hf.report import not_together, read_tables, tables_markdown
 
+    check_unedited(model)
     tables = read_tables(rows) if rows else []
     measured = tables_markdown(tables) if tables else None
     path = write_card(model, measured=measured, base_model=base_model)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from huggingface_hub import ModelCard, ModelCardData
 
 from coca_hf.errors import CocaError, library_errors
@@ -95,7 +96,7 @@ def write_card(
     README.md.
     """
     path = directory / CARD
-    if path.exists() and MARK not in _beginning(path):
+    if path.exists() and MARK[:-4] not in _beginning(path):
         raise CocaError(
             f"{path}: not written by coca_hf, and left as it is; move it to have a card made"
         )
@@ -105,9 +106,32 @@ def write_card(
         training = read_json(file) if file.exists() else {}
     with library_errors(f"{directory}: its records are not what coca-convert and coca-train write"):
         card = _card(conversion, training, measured, base_model)
-    with replacing(path) as unfinished:
-        card.save(unfinished)
+    try:
+        with replacing(path) as unfinished:
+            card.save(unfinished)
+            text = unfinished.read_text(encoding="utf-8")
+            unfinished.write_text(text.replace(MARK, _mark(text)), encoding="utf-8")
+    except OSError as error:
+        raise CocaError(f"{path}: cannot be written: {error.strerror}") from error
     return path
+
+
+def check_unedited(directory: Path) -> None:
+    """Raises CocaError if README.md was changed since coca_hf wrote it: what was added would be lost."""
+    path = directory / CARD
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    found = re.search(re.escape(MARK[:-4]) + "; xxh3_64 [0-9a-f]{16} -->", text)
+    if found and found[0] != _mark(text.replace(found[0], MARK)):
+        raise CocaError(
+            f"{path}: was edited since coca_hf wrote it, and is left as it is; move it to have a new "
+            "card made, and add your text to that"
+        )
+
+
+def _mark(text: str) -> str:
+    """The mark of a card whose text has `MARK` in its place."""
+    digest = xxhash.xxh3_64_hexdigest(text.encode("utf-8"))
+    return f"{MARK[:-4]}; xxh3_64 {digest} -->"
 
 
 def _card(

@@ -63,7 +63,12 @@ def main() -> int:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     texts = {document.name: document.text for document in read_documents(options.data)}
-    rows: list[dict] = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
+    found = json.loads(options.out.read_text()) if options.out.exists() else {"rows": []}
+    if found["rows"] and found["model"] != loaded.name:
+        parser.error(
+            f"{options.out} is of {found['model']}, not of {loaded.name}; choose another --out"
+        )
+    rows: list[dict] = found["rows"]
     others = ("lm-eval", "transformers")
     done = {(row["length"], other) for row in rows for other in others if other in row}
 

@@ -1,5 +1,6 @@
 """The model card: what README.md says from the records of conversion, training and measurements."""
 
+import errno
 import json
 import os
 import shutil
@@ -172,6 +173,29 @@ def test_a_card_written_by_hand_is_left_as_it_is(checkpoint):
     (checkpoint / "README.md").write_text(f"{MARK}\nAn older card.")
     write_card(checkpoint)
     assert "An older card" not in (checkpoint / "README.md").read_text()
+
+
+def test_the_card_command_leaves_a_card_that_somebody_edited(checkpoint):
+    def card_command():
+        return CliRunner().invoke(evaluate_app, ["card", str(checkpoint)])
+
+    card = checkpoint / "README.md"
+    assert card_command().exit_code == 0
+    text = card.read_text() + "\n## My limitations\n"
+    card.write_text(text)
+    refused = card_command().exception
+    assert isinstance(refused, CocaError)
+    assert "README.md: was edited since coca_hf wrote it, and is left as it is" in str(refused)
+    assert card.read_text() == text
+
+
+def test_a_card_that_cannot_be_written_is_one_line(checkpoint, monkeypatch):
+    def is_read_only(path):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("coca_hf.card.replacing", is_read_only)
+    with pytest.raises(CocaError, match=r"README.md: cannot be written: Read-only file system"):
+        write_card(checkpoint)
 
 
 @pytest.mark.timeout(20)

@@ -117,7 +117,8 @@ def _shape(loaded: LoadedModel) -> dict[str, Any]:
     if getattr(config, "num_attention_heads", None) is None:
         kind = type(loaded.model).__name__
         raise CocaError(f"{loaded.path}: got {kind}, expected a model with attention heads")
-    shape = {key: getattr(config, key) for key in ("num_hidden_layers", "num_attention_heads")}
+    names = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    shape = {key: getattr(config, key) for key in names}
     return shape | {"model_type": config.model_type.removeprefix("coca_")}
 
 

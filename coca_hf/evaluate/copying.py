@@ -41,6 +41,9 @@ class CopyingRow(Row):
     data: NotRequired[Shared[str | None]]
     subset: NotRequired[Shared[str | None]]
     data_revision: NotRequired[Shared[str | None]]
+    column: NotRequired[Shared[str]]
+    split: NotRequired[Shared[str]]
+    document_names: NotRequired[Shared[list[str]]]
     data_hash: NotRequired[Identity[str | None]]
     text_hash: NotRequired[str | None]
 
@@ -131,6 +134,8 @@ def _passage(sample: Sample, copy_len: int, seed: int, case_number: int) -> Tens
 
 def _settings(row: dict) -> str:
     copied = f"passages of {data_of(row)}" if row.get("data") else "random tokens"
+    if row.get("column", "text") != "text":
+        copied += f", column {row['column']}"
     return f"{copied}, {row['cases']} cases per length, seed {row['seed']}"
 
 

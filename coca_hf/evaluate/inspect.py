@@ -52,8 +52,9 @@ def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict
     }
     for weights in files.values():
         weights.close()
-    weight_bytes = sum(tensor.num_bytes for tensor in tensors.values())
     dtype = _dtype(config, tensors)
+    parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    weight_bytes = parameters * BYTES[dtype]  # as transformers loads them, not as they are stored
     layers = _cache_layers(directory, config, tensors)
     is_coca = isinstance(config, CocaConfig)
     facts: dict[str, Any] = {
@@ -69,7 +70,7 @@ def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict
         "rope": _rope(config),
         "trained_length": trained_length(config),
         "max_length": getattr(config, "max_position_embeddings", None),
-        "parameters": sum(math.prod(tensor.shape) for tensor in tensors.values()),
+        "parameters": parameters,
         "dtype": dtype,
         "weight_bytes": weight_bytes,
         "kv_bytes_per_token": layers["growing"] * BYTES[dtype],

@@ -86,6 +86,14 @@ def layer_rows(
             "the original first"
         )
     check_baseline(converted, original, sample, original.path)
+    ours, theirs = (
+        one.model.get_input_embeddings().weight.shape[0] for one in (converted, original)
+    )
+    if ours != theirs:
+        raise CocaError(
+            f"{original.path}: got {theirs} rows of embeddings, expected {ours} as {converted.path} "
+            "has; give the model that it was converted from"
+        )
     check_copy_lengths(run.lengths)
 
     def measure(rope: Rope, length: int, batches: Batches) -> tuple[dict, Raw]:

@@ -92,14 +92,18 @@ def load_model(
     disable_progress_bar()
     config, commit = _load_config(path, revision or "main", trust_remote_code)
     at = commit or revision or "main"  # a branch may move in the meantime
+    before = fingerprint(path, commit, trust_remote_code)
     model = _load_weights(path, config, dtype, at, trust_remote_code)
+    tokenizer = _load_tokenizer(path, at, trust_remote_code)
+    if fingerprint(path, commit, trust_remote_code) != before:
+        raise CocaError(f"{path}: changed while it was loaded; run the same command again")
     tokens_seen, trained_seq_len = _training(Path(path))
     return LoadedModel(
         model=model.eval().to(processes().device),
-        tokenizer=_load_tokenizer(path, at, trust_remote_code),
+        tokenizer=tokenizer,
         name=name or Path(path).resolve().name + (f"@{revision}" if revision else ""),
         path=str(Path(path)) if Path(path).is_dir() else path,  # without a trailing slash
-        fingerprint=fingerprint(path, commit, trust_remote_code),
+        fingerprint=before,
         tokens_seen=tokens_seen,
         trained_seq_len=trained_seq_len,
         commit=commit,
@@ -248,7 +252,8 @@ def fingerprint(path: str, commit: str | None, trust_remote_code: bool) -> str:
         if base:
             directories.append(Path(base))  # a base on the hub has no files here
         files = [sorted(one.glob(pattern)) for one in directories for pattern in patterns]
-        stats = [(file.name, file.stat()) for file in sorted({*itertools.chain(*files)})]
+        found = sorted({*itertools.chain(*files)})
+        stats = [(file.name, file.stat()) for file in found if file.exists()]  # no dangling links
         text = json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
     else:
         text = f"{path}@{commit}"

@@ -171,7 +171,7 @@ def passkey_rows(
         else:
             scores = score_answers(loaded.model, cases, batches)
             outputs, nlls = [score.likeliest for score in scores], [score.nll for score in scores]
-            if any(map(math.isnan, nlls)):
+            if not all(map(math.isfinite, nlls)):
                 raise NoValue(NAN)
         texts = loaded.tokenizer.batch_decode(outputs, skip_special_tokens=True)
         answered = zip(cases, texts, outputs, strict=True)

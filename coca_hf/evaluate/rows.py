@@ -33,7 +33,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from filelock import FileLock
 from pydantic import Field, PositiveFloat
@@ -173,15 +173,28 @@ class RowStore:
     """
 
     def __init__(self, out_dir: Path):
-        self.out_dir, path = out_dir, out_dir / ROWS
+        self.out_dir = out_dir
+        found: list[Any] = [None, None]
+        if processes().is_main_process:
+            try:
+                found[0] = self._read()
+            except CocaError as error:
+                found[1] = error
+        # all processes have to measure the same rows, and may see another file each
+        self._rows, problem = broadcast_object_list(found)
+        if problem:
+            raise problem
+
+    def _read(self) -> list[dict]:
+        path = self.out_dir / ROWS
         try:
-            self._rows = read_rows(path)
+            return read_rows(path)
         except FileNotFoundError:
-            self._rows = []
             nearest = next(place for place in path.absolute().parents if place.exists())
             if not os.access(nearest, os.W_OK):
                 problem = f"nothing can be written in {nearest}; choose another directory"
-                raise CocaError(f"--out {out_dir}: {problem}") from None
+                raise CocaError(f"--out {self.out_dir}: {problem}") from None
+            return []
         except OSError as error:
             problem = f"got {error.strerror}, expected the rows of coca-eval or nothing"
             raise CocaError(f"{path}: {problem}") from None

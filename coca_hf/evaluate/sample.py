@@ -103,7 +103,7 @@ def draw_sample(
     `data_revision`, .txt files a `column`, or the tokenizer does not fit the model.
     """
     if max_tokens is not None and max_tokens < min_tokens:
-        least = f"at least {min_tokens}, the longest of --lengths"
+        least = f"at least {min_tokens}, what --lengths or --preset needs of a document"
         raise CocaError(f"--max-tokens: got {max_tokens}, expected {least}")
     of_hub = {"--split": split != "test", "--subset": subset, "--data-revision": data_revision}
     check_text_options(data, of_hub, {"--column": column != "text"})

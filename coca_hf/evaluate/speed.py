@@ -196,7 +196,8 @@ def _measure(models: list[Any], rope: Rope, settings: dict, progress: Progress) 
                     one.peak = max(peak, one.peak or 0) if peak is not None else None
     for one in timings:
         if one.step and one.model.device.type != "cuda":
-            one.peak = _resident_peak(one.step, one.model)
+            with suppress(IndexError):  # a further token may be beyond a model's positions
+                one.peak = _resident_peak(one.step, one.model)
         one.step = None
         one.model.zero_grad(set_to_none=True)
         one.model.eval()
@@ -304,7 +305,7 @@ def resident_bytes(reset: bool) -> int | None:
 
 
 def _cell(row: dict) -> str:
-    ratio = f" ({row['ratio']:.2f}{NBSP}x)" if row["ratio"] else ""
+    ratio = f" ({row['ratio']:.2f}{NBSP}x {row['baseline']}'s)" if row["ratio"] else ""
     return f"{row['value']:.3g}{NBSP}s{ratio}"
 
 
@@ -342,8 +343,8 @@ def _size(num_bytes: float) -> str:
 MEASUREMENT = Measurement(
     task="speed",
     title="Speed and memory",
-    explanation="Median seconds of a step. In brackets: times the unconverted model's, measured "
-    "in the same run.",
+    explanation="Median seconds of a step. In brackets: times another model's, measured in the same "
+    "run.",
     row=SpeedRow,
     settings=lambda row: f"{row['mode']}, batch size {row['batch_size']}, {row['device']}",
     cell=_cell,

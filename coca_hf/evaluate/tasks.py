@@ -44,6 +44,7 @@ DIMENSIONS = {
 }
 GROUP = "opencompass"
 RULER = "ruler"
+SHORTEST_RULER = 1024
 SEED = 1234  # of the examples drawn before a question: lm-eval's default
 # RULER's tasks that generate their text; the others download essays (niah_single_2 and _3,
 # niah_multikey_1, niah_multivalue, niah_multiquery) or questions (ruler_qa_squad, ruler_qa_hotpot).
@@ -131,6 +132,11 @@ def task_rows(
     if of_ruler and not run.lengths:
         expected = "the lengths at which to run a task of RULER"
         raise CocaError(f"--tasks {of_ruler[0]}: got no --ruler, expected {expected}")
+    if run.lengths and min(run.lengths) < SHORTEST_RULER:
+        raise CocaError(
+            f"--ruler: got {min(run.lengths)}, expected at least {SHORTEST_RULER} tokens: in fewer, the "
+            "questions of some tasks do not fit, and lm-eval looks for shorter ones without end"
+        )
     definitions = _files_hash(Path(include_path)) if include_path else None
     wanted: list[tuple[str, int | None]] = [(name, None) for name in names if name not in of_ruler]
     wanted += itertools.product(of_ruler or [RULER], run.lengths)

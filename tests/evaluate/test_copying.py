@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 
@@ -93,3 +95,16 @@ def test_copying_of_documents_has_its_own_table(tiny_coca_dir, books, tmp_path, 
     assert "Copying: random tokens, 2 cases per length, seed 0" in page
     assert "Copied: random tokens, 2 cases per length, seed 0." in page
     assert "Copied: passages of" in page
+
+
+def test_passages_of_another_column_have_a_table_of_their_own(tiny_coca_dir, tmp_path, coca_eval):
+    line = {"text": "the sea is wide and blue " * 9, "code": "for i in range(9): print(i) " * 9}
+    (tmp_path / "two.jsonl").write_text(json.dumps(line) + "\n")
+    for column in line:
+        options = f"--data {tmp_path}/two.jsonl --column {column} --lengths 32 --cases 2"
+        assert coca_eval(f"copying {tiny_coca_dir} {options} --out {tmp_path}/out")[0] == 0
+    assert coca_eval(f"report {tmp_path}/out --out {tmp_path}/page")[0] == 0
+    page = (tmp_path / "page" / "report.md").read_text()
+    assert page.count("Copied: passages of") == 2
+    assert "two.jsonl, column code" in page
+    assert "2 states" not in page

@@ -72,6 +72,16 @@ def test_plain_facts_equal_the_loaded_models(tmp_path, config):
     assert facts["family"] == config.model_type
 
 
+def test_weights_count_in_the_dtype_in_which_they_are_loaded(tmp_path):
+    directory = saved(LlamaConfig(**TINY, vocab_size=53), tmp_path / "src")
+    weights = load_file(directory / "model.safetensors")
+    half = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    save_file(half, directory / "model.safetensors", {"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    assert model.dtype == torch.float32
+    assert_facts_are_of(model, inspect_checkpoint(directory))
+
+
 def test_cache_of_sliding_windows_stops_growing(tmp_path):
     config = MistralConfig(**TINY, vocab_size=53, sliding_window=8)
     facts = inspect_checkpoint(saved(config, tmp_path), memory_bytes=10**7)

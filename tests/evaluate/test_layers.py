@@ -143,6 +143,11 @@ def test_models_that_cannot_be_compared_are_refused(llama, coca, tiny_tokenizer,
     ):
         with pytest.raises(CocaError, match=message):
             measure(pair, books, tmp_path / "out")
+    embeddings = coca.model.get_input_embeddings()
+    embeddings.weight.data = torch.cat((embeddings.weight.data,) * 2)
+    rows = len(tiny_tokenizer)
+    with pytest.raises(CocaError, match=f"got {rows} rows of embeddings, expected {2 * rows} as"):
+        measure([llama, coca], books, tmp_path / "out")
     llama.model.config.num_hidden_layers = 7
     other = r"tiny-llama: got num_hidden_layers 7, expected 3 as .*tiny-coca has"
     with pytest.raises(CocaError, match=other):

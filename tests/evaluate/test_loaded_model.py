@@ -125,6 +125,24 @@ def test_the_fingerprint_changes_with_an_adapter_in_the_directory_and_with_its_b
         assert loaded_model.fingerprint(str(checkpoint), None, False) not in found
 
 
+def test_a_model_that_changes_while_it_is_loaded_is_refused(checkpoint, monkeypatch):
+    load = loaded_model._load_tokenizer
+
+    def replaces_the_weights(*arguments):
+        edit_weights(checkpoint, lambda weights: weights["lm_head.weight"].add_(1))
+        return load(*arguments)
+
+    monkeypatch.setattr(loaded_model, "_load_tokenizer", replaces_the_weights)
+    with pytest.raises(CocaError, match="changed while it was loaded; run the same command again"):
+        load_model(str(checkpoint))
+
+
+def test_a_dangling_link_beside_a_model_does_not_matter(checkpoint):
+    before = load_model(str(checkpoint)).fingerprint
+    (checkpoint / "pytorch_model.bin").symlink_to(checkpoint / "nowhere")
+    assert load_model(str(checkpoint)).fingerprint == before
+
+
 def test_tokens_seen_are_read_from_the_training_record(checkpoint):
     (checkpoint / "conversion.json").write_text("{}")
     assert load_model(str(checkpoint)).tokens_seen == 0

@@ -127,8 +127,9 @@ def test_a_length_too_short_for_the_prompt_is_refused_with_the_shortest_that_doe
     passkey_rows(run_of(llama, tmp_path, SHORTEST), 3)
 
 
-def test_nan_in_scored_keys_is_an_error_of_the_row(llama, tmp_path):
-    nn.init.constant_(llama.model.lm_head.weight, torch.nan)
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_scored_keys_that_are_no_numbers_are_an_error_of_the_row(llama, tmp_path, number):
+    nn.init.constant_(llama.model.lm_head.weight, number)
     row = measure(llama, tmp_path, num_cases=2, variant="landmark")
     assert (row["value"], row["error"]) == (None, "the model's logits are NaN")
 

@@ -2,11 +2,13 @@ import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
 
 from coca_hf.errors import CocaError
+from coca_hf.evaluate import rows
 from coca_hf.evaluate.passkey import PasskeyRow
 from coca_hf.evaluate.perplexity import PerplexityRow
 from coca_hf.evaluate.rows import RowStore
@@ -26,6 +28,16 @@ def test_a_row_is_found_by_its_settings_in_a_later_run(tmp_path):
     other |= {"dtype": "bfloat16"}
     for name, value in other.items():
         assert store.find(PasskeyRow, settings | {name: value}) == []
+
+
+def test_every_process_has_the_rows_that_the_main_one_finds(tmp_path, monkeypatch):
+    RowStore(tmp_path / "main").append(PasskeyRow, ROW)
+    sent = []
+    monkeypatch.setattr(rows, "broadcast_object_list", lambda found: sent.append(found) or found)
+    RowStore(tmp_path / "main")
+    monkeypatch.setattr(rows, "processes", lambda: SimpleNamespace(is_main_process=False))
+    monkeypatch.setattr(rows, "broadcast_object_list", lambda found: sent[0])
+    assert len(RowStore(tmp_path / "of another machine").find(PasskeyRow, ROW)) == 1
 
 
 @pytest.mark.parametrize("kept_bytes", [1, 40, -1, None])

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from coca_hf.errors import CocaError
 from coca_hf.evaluate import speed
 from coca_hf.evaluate.loaded_model import load_model
-from coca_hf.evaluate.speed import MODES, parse_modes, speed_rows
+from coca_hf.evaluate.speed import MEASUREMENT, MODES, parse_modes, speed_rows
 from tests.conftest import TINY
 from tests.evaluate.runs import raw_of, run_of
 
@@ -42,6 +42,7 @@ def test_every_mode_has_a_row_for_the_model_and_its_baseline(coca, llama, tmp_pa
         weights = sum(parameter.nbytes for parameter in coca.model.parameters())
         if row["memory_kind"] == "process":
             assert row["peak_bytes"] >= weights * (3 if row["mode"] == "train" else 1)
+    assert MEASUREMENT.cell(rows[1]).endswith("x tiny-llama's)")
     assert list(speed_rows(run, llama, repeats=3, warmup=0)) == rows
     for name, value in coca.model.state_dict().items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)

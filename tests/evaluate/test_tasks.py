@@ -347,7 +347,7 @@ def test_a_real_task_of_ruler_fits_the_length_and_scores_one_for_a_model_that_fi
     ("name", "lengths", "message"),
     [
         ("ruler_vt", [], "--tasks ruler_vt: got no --ruler, expected the lengths at which to run"),
-        ("niah_single_1", [200], "--tasks niah_single_1: lm-eval cannot run it: "),
+        ("ruler_vt", [1500, 512], "--ruler: got 512, expected at least 1024 tokens: in fewer, the"),
         ("niah_single_2", [1500], r"lm-eval cannot run it: .*without a network, run niah_"),
     ],
     ids=["no length", "too short", "needs the network"],
