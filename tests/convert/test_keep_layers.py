@@ -271,20 +271,22 @@ def test_other_values_of_keep_layers_are_refused_and_a_number_needs_calibration(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_number_of_layers_means_those_that_coca_eval_layers_ranks_first(tmp_path):
-    rows = [
-        {"task": "layers", "model": "coca", "order": [0, 1, 2]},
-        {"task": "passkey"},
-        {"task": "layers", "model": "coca", "order": [2, 0, 1]},
-    ]
+def test_a_number_of_layers_means_those_that_coca_eval_layers_ranks_first_and_names_them(
+    tmp_path, capsys
+):
+    ranking = {"task": "layers", "model": "coca", "baseline": "llama"}
+    rows = [ranking | {"order": [0, 1, 2]}, {"task": "passkey"}, ranking | {"order": [2, 0, 1]}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert _layers_to_keep(f"2:{tmp_path}") == [2, 0]
+    assert capsys.readouterr().err == "--keep-layers: 2,0, as ranked for llama\n"
 
     def refused(message, given):
         with pytest.raises(BadOption, match=message):
             _layers_to_keep(given)
 
-    refused("got 4 of the 3 layers that .* ranks, expected fewer", f"4:{tmp_path}")
+    for count in (0, 4):
+        message = f"got {count} of the layers that .* ranks, expected 1 to 3"
+        refused(message, f"{count}:{tmp_path}")
     refused("got no ranking in .*nothing, expected the --out of", f"2:{tmp_path / 'nothing'}")
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write(json.dumps(rows[0] | {"model": "another"}) + "\n")
