@@ -195,6 +195,14 @@ def test_layers_that_are_not_there_or_named_twice_are_refused(layers, tiny_llama
     assert not list(tmp_path.iterdir())
 
 
+def test_with_all_layers_kept_nothing_is_said_to_need_training(tiny_llama_dir, tmp_path, converts):
+    printed = converts(tiny_llama_dir, tmp_path / "dst", "--keep-layers", "0,1,2")
+    rule = record_of(tmp_path / "dst")["start"]["rule"]
+    assert rule == "none: all layers keep the original's attention"
+    for said in (printed, (tmp_path / "dst" / "README.md").read_text()):
+        assert "to be trained" not in said
+
+
 def test_the_released_layout_has_no_keys_to_keep(tmp_path):
     write_golden(tmp_path / "src", "neox")
     message = "got the released CoCA layout with --keep-layers, expected"
@@ -354,6 +362,10 @@ def test_a_window_over_kept_layers_that_cannot_be_is_refused(
 ):
     dst = tmp_path / "dst"
     refuses("--keep-window: got 6 without kept layers", tiny_llama_dir, dst, keep_window=6)
+    expected = "got 1, expected at least 2 tokens, and below 2^31"
+    refuses(
+        f"--keep-window: {re.escape(expected)}", tiny_llama_dir, dst, keep_layers=[1], keep_window=1
+    )
     options = {"calibrate_on": str(text), "calibrate_block": 16, "keep_layers": [1]}
     expected = "got 6, expected at least 16 tokens, those of a block of --calibrate"
     refuses(f"--keep-window: {expected}", tiny_llama_dir, dst, **options, keep_window=6)

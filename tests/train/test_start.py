@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import coca_hf
-from coca_hf import CocaError
+from coca_hf import CocaError, tokens
 from coca_hf.train.gpu_plan import plan_recipe
 from coca_hf.train.model import stage_model, start_config, start_model
 from coca_hf.train.preflight import (
@@ -114,6 +114,25 @@ def test_a_tokenizer_of_another_model_is_refused_and_added_tokens_are_not(tiny_t
     message = "a tokenizer with a token 258, expected one below the model's vocab_size, 99"
     with pytest.raises(CocaError, match=message):
         check_tokenizer(tokenizer, LlamaConfig(vocab_size=99))
+
+
+def test_a_text_that_names_an_added_token_which_the_model_has_not_is_refused(
+    train, tiny_coca_dir, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tokens, "PIECE_CHARACTERS", 100)
+    model = shutil.copytree(tiny_coca_dir, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["[NEW]"])
+    tokenizer.save_pretrained(model)
+    message = (
+        r"got token 259 \('\[NEW\]'\) in the text, expected ids below the model's vocabulary of 259"
+    )
+    for place in (0, 399):  # found before the run and by the preparation
+        rows = ["a [NEW] word" if number == place else "two words" for number in range(400)]
+        (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{row}"}}\n' for row in rows))
+        with pytest.raises(CocaError, match=message):
+            train(f"model={model}", f"data.sources=[{{path: {tmp_path}/a.jsonl, weight: 1}}]")
+        assert (tmp_path / "out").exists() == (place == 399)
 
 
 def write(name: str, content: dict):
