@@ -23,7 +23,7 @@ def make_source(
 ) -> Source:
     draw = random.Random(letters)
     rows = ["".join(draw.choices(letters, k=length)) for length in lengths]
-    path.write_text(copies * "".join(json.dumps({"text": row}) + "\n" for row in rows))
+    path.write_text("".join(copies * (json.dumps({"text": row}) + "\n") for row in rows))
     return Source(path=str(path), weight=weight)
 
 
@@ -52,13 +52,15 @@ DOCUMENTS = {
     "of which only small ones can be spared": [4000, 140, 90, 160, 70, 120, 80, 4000],
     "many documents": [33] * 1500,
     "many documents, and copies of them": [33] * 1500,
+    "few documents, and copies of them": [120] * 12,
     "one document, and copies of it": [3001],
 }
-COPIES = {"many documents, and copies of them": 2, "one document, and copies of it": 30}
+COPIES = {"many": 2, "few": 30, "one": 30}  # by the first word of what has copies
 
 
 def source_of(kind, path) -> Source:
-    return make_source(path, string.ascii_lowercase, DOCUMENTS[kind], copies=COPIES.get(kind, 1))
+    copies = COPIES[kind.split()[0]] if "copies" in kind else 1
+    return make_source(path, string.ascii_lowercase, DOCUMENTS[kind], copies=copies)
 
 
 @pytest.mark.parametrize("kind", DOCUMENTS)
