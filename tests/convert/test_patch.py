@@ -184,7 +184,8 @@ def test_unpatch_refuses_embeddings_that_were_resized(model, sizes):
 
 def test_unpatch_refuses_adapters_until_they_are_merged(model):
     patch_(model, keep_original=True)
-    adapted = get_peft_model(model, LORA)
+    lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "t_proj"])
+    adapted = get_peft_model(model, lora)
     with pytest.raises(
         CocaError, match=r"unpatch_: got modules that were replaced .* \(merge_and_unl"
     ):
