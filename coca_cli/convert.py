@@ -300,7 +300,7 @@ def _harmed_most(count: int, out: Path) -> list[int]:
         rows = [json.loads(line) for line in lines]
         rankings = [row for row in rows if row["task"] == "layers" and "order" in row]
         models, baseline = sorted({row["model"] for row in rankings}), rankings[-1]["baseline"]
-        ranked = [int(layer) for layer in rankings[-1]["order"][:count]]
+        order = [int(layer) for layer in rankings[-1]["order"]]
     except (OSError, ValueError, LookupError, TypeError):
         raise BadOption(
             f"--keep-layers: got no ranking in {out}, expected the --out of coca-eval layers"
@@ -310,9 +310,10 @@ def _harmed_most(count: int, out: Path) -> list[int]:
             f"--keep-layers: got rankings of {', '.join(models)} in {out}, expected one model's; give "
             "coca-eval layers another --out for each"
         )
-    if not 0 < count <= len(ranked):
+    if not 0 < count <= len(order):
         what = f"{count} of the layers that {out} ranks"
-        raise BadOption(f"--keep-layers: got {what}, expected 1 to {len(ranked)}")
+        raise BadOption(f"--keep-layers: got {what}, expected 1 to {len(order)}")
+    ranked = order[:count]
     console.print(f"--keep-layers: {','.join(map(str, ranked))}, as ranked for {baseline}")
     return ranked
 

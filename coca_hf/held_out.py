@@ -10,6 +10,7 @@ The blocks are passages of at least `DOCUMENTS` documents if the source can spar
 document, which may be verse, another language or all tables, says little about the others.
 """
 
+import itertools
 import math
 from bisect import insort
 from collections import defaultdict
@@ -63,14 +64,14 @@ def hold_out(
     needed = num_blocks * seq_len
     passage = max(seq_len, math.ceil(needed / DOCUMENTS))
     chosen: list[tuple[int, Tensor]] = []  # with the documents' hashes
-    count, below = 0, rule.below
+    count, below, taken = 0, rule.below, set[int]()
     seen: dict[int, list[int]] = defaultdict(list)  # characters of a text's copies, by hash
     for document in read():
         key = _hash(document.text)
-        is_copy = key in seen
         if count < needed:
             seen[key].append(len(document.text))
-        if key < below and not is_copy:
+        if key < below and key not in taken:
+            taken.add(key)
             found = key, _passage(document.text, encoder, passage)
             if from_all:
                 insort(chosen, found, key=itemgetter(0))
@@ -99,12 +100,15 @@ def most_held_out(read: Read, encoder: Encoder, tokens: int) -> HeldOut:
     """All that `hold_out` may hold out of a source for blocks of up to `tokens` tokens together."""
     sizes = sorted((_hash(document.text), len(document.text)) for document in read())
     most, spared, below = MOST * sum(characters for _, characters in sizes), 0, LARGE
-    for key, characters in sizes:
-        if spared + characters > most:
+    distinct = 0  # characters of those spared, whose copies count once
+    for key, group in itertools.groupby(sizes, itemgetter(0)):
+        copies = [characters for _, characters in group]
+        spared += sum(copies)
+        if spared > most:
             break
-        spared += characters
+        distinct += copies[0]
         below = max(below, key + 1)
-    has_tail = sizes and spared * tokens_per_character(read, encoder) < 1.1 * tokens
+    has_tail = sizes and distinct * tokens_per_character(read, encoder) < 1.1 * tokens
     return HeldOut(below, MOST if has_tail else 0.0)
 
 
@@ -124,8 +128,8 @@ def _rule_of_small(
     """The rule, and the tokens of a passage: more than `passage` if the source cannot spare that
     many documents.
 
-    seen: characters of the copies of every document, by hash. needed: tokens that fill the blocks. density:
-    tokens per character.
+    seen: characters of the copies of every document, by hash. needed: tokens that fill the blocks.
+    density: tokens per character.
     """
     most = MOST * sum(map(sum, seen.values()))
     while passage < 2 * needed:
@@ -139,7 +143,8 @@ def _rule_of_small(
             if found >= 1.1 * needed or (passage >= needed and found >= needed):
                 return HeldOut(below=key + 1), passage
         passage *= 2
-    return HeldOut(tail=min(MOST, needed / density * MOST / most)), needed
+    distinct = sum(copies[0] for copies in seen.values())
+    return HeldOut(tail=min(MOST, needed / density / distinct)), needed
 
 
 def tokens_per_character(read: Read, encoder: Encoder) -> float:

@@ -169,6 +169,18 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
         list(read_documents(str(tmp_path / name)))
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("make", "given"), [(os.mkfifo, "a.txt"), (os.mkfifo, "*.txt"), (os.mkdir, "*.txt")]
+)
+def test_what_is_no_ordinary_file_is_refused_and_does_not_hang(tmp_path, make, given):
+    make(tmp_path / "a.txt")
+    with pytest.raises(
+        CocaError, match=r"a\.txt: is no ordinary file, expected one; copy its text"
+    ):
+        list(read_documents(str(tmp_path / given)))
+
+
 def test_zstandard_without_its_package_says_what_to_install(tmp_path):
     if "zstd" in available_compressions():
         pytest.skip("zstandard is installed")

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from coca_hf.errors import CocaError
-from coca_hf.files import append_line, locked, replacing
+from coca_hf.files import append_line, locked, remove_unfinished, replacing
 
 
 def test_a_file_is_replaced_when_it_is_whole_and_not_before(tmp_path):
@@ -33,6 +33,17 @@ def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path):
         stop_half_way()
     assert file.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_what_a_killed_process_left_is_removed_and_no_other_hidden_file(tmp_path):
+    with replacing(tmp_path / "state.json") as unfinished:
+        unfinished.touch()
+        others = {".download.partial", ".a.1.partial.txt", "b.1.partial"}
+        for name in others:
+            (tmp_path / name).touch()
+        remove_unfinished(tmp_path)
+        assert {path.name for path in tmp_path.iterdir()} == others
+        unfinished.touch()
 
 
 def test_lines_are_appended_in_utf_8(tmp_path):

@@ -18,10 +18,12 @@ SEQ_LEN = 20
 GRAM = 8  # letters; two random sequences of them are almost never equal
 
 
-def make_source(path, letters: str, lengths: list[int], weight: float = 1) -> Source:
+def make_source(
+    path, letters: str, lengths: list[int], weight: float = 1, copies: int = 1
+) -> Source:
     draw = random.Random(letters)
     rows = ["".join(draw.choices(letters, k=length)) for length in lengths]
-    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    path.write_text("".join(copies * (json.dumps({"text": row}) + "\n") for row in rows))
     return Source(path=str(path), weight=weight)
 
 
@@ -50,14 +52,20 @@ DOCUMENTS = {
     "of which only small ones can be spared": [4000, 140, 90, 160, 70, 120, 80, 4000],
     "many documents": [33] * 1500,
     "many documents, and copies of them": [33] * 1500,
+    "few documents, and copies of them": [120] * 12,
+    "one document, and copies of it": [3001],
 }
+COPIES = {"many": 2, "few": 30, "one": 30}  # by the first word of what has copies
+
+
+def source_of(kind, path) -> Source:
+    copies = COPIES[kind.split()[0]] if "copies" in kind else 1
+    return make_source(path, string.ascii_lowercase, DOCUMENTS[kind], copies=copies)
 
 
 @pytest.mark.parametrize("kind", DOCUMENTS)
 def test_no_trace_of_a_held_out_block_is_ever_trained_on(kind, prepared, tmp_path):
-    source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, DOCUMENTS[kind])
-    if kind.endswith("copies of them"):
-        (tmp_path / "a.jsonl").write_text(2 * (tmp_path / "a.jsonl").read_text())
+    source = source_of(kind, tmp_path / "a.jsonl")
     text = sum(DOCUMENTS[kind])
     # one whole pass at the least
     blocks = prepared([source], 3 * text // SEQ_LEN, held_out_blocks=6)
@@ -74,7 +82,7 @@ def test_no_trace_of_a_held_out_block_is_ever_trained_on(kind, prepared, tmp_pat
 def test_no_trace_of_a_held_out_block_is_trained_on_from_another_source(
     kind, weight, prepared, tmp_path
 ):
-    first = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, DOCUMENTS[kind])
+    first = source_of(kind, tmp_path / "a.jsonl")
     other = make_source(tmp_path / "b.jsonl", string.digits, [40] * 300, weight=weight)
     with (tmp_path / "b.jsonl").open("a") as file:
         file.write((tmp_path / "a.jsonl").read_text())
@@ -88,7 +96,7 @@ def test_no_trace_of_a_held_out_block_is_trained_on_from_another_source(
 def test_the_most_that_is_held_out_includes_what_any_number_of_blocks_holds_out(
     kind, blocks, tiny_tokenizer, tmp_path
 ):
-    source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, DOCUMENTS[kind])
+    source = source_of(kind, tmp_path / "a.jsonl")
     read, encoder = read_of(source), Encoder(tiny_tokenizer, len(tiny_tokenizer))
     rule, _ = held_out.hold_out(read, encoder, SEQ_LEN, blocks)
     most = held_out.most_held_out(read, encoder, blocks * SEQ_LEN)
@@ -157,6 +165,19 @@ def test_blocks_are_of_many_documents_where_the_source_can_spare_them(tiny_token
     assert len(blocks) == 32
     # none spans two documents
     assert found[: held_out.DOCUMENTS] == [2] * held_out.DOCUMENTS
+
+
+@pytest.mark.parametrize("below", [held_out.LARGE, 2**63])
+@pytest.mark.parametrize("from_all", [False, True])
+def test_blocks_are_of_different_documents_however_often_each_comes(
+    below, from_all, tiny_tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(held_out, "LARGE", below)
+    source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, [33] * 400, copies=3)
+    encoder = Encoder(tiny_tokenizer, len(tiny_tokenizer))
+    rule, blocks = held_out.hold_out(read_of(source), encoder, SEQ_LEN, 16, from_all)
+    assert (rule.below == below) == (below == 2**63)
+    assert len({tuple(block.tolist()) for block in blocks}) == 16
 
 
 def test_a_passage_is_from_the_middle_of_a_long_document(tiny_tokenizer):

@@ -304,10 +304,10 @@ def check_kept_window(
         return
     if not keep_layers:
         raise CocaError(f"{name}: got {window} without kept layers, expected both")
-    if window < block_tokens:
+    if not block_tokens <= window < 2**31:
+        of_block = ", those of a block of --calibrate" if block_tokens > 2 else ""
         raise CocaError(
-            f"{name}: got {window}, expected at least {block_tokens:,} tokens"
-            + (", those of a block of --calibrate" if block_tokens > 2 else "")
+            f"{name}: got {window}, expected at least {block_tokens:,} tokens{of_block}, and below 2^31"
         )
 
 

@@ -216,16 +216,21 @@ class Source:
         if tokenizer:
             _keep_tokenizer(tokenizer, directory)
         if GENERATION_CONFIG_NAME not in names:
-            # what transformers takes from the config of older checkpoints, and ours has not
-            config = CONFIG_MAPPING[self.config["model_type"]].from_dict(self.config)
-            generation = GenerationConfig.from_model_config(config)
-            if any(
-                name in self.config for name in generation.to_diff_dict() if "token_id" not in name
-            ):
-                generation.save_pretrained(directory)
+            self._save_settings_of_generation(directory / GENERATION_CONFIG_NAME)
         if ntk_length:
             _raise_tokenizer_length(directory / TOKENIZER, ntk_length)
         return tokenizer
+
+    def _save_settings_of_generation(self, file: Path) -> None:
+        """Save those in config.json, where older checkpoints have them, if there are any:
+        transformers reads them there, but its configs, and so ours, drop them.
+        """
+        known = GenerationConfig().to_dict().keys() - {"transformers_version"}
+        given = {name: value for name, value in self.config.items() if name in known}
+        given = {name: value for name, value in given.items() if value is not None}
+        if given.keys() - CONFIG_MAPPING[self.config["model_type"]]().to_dict().keys():
+            with library_errors(f"{self.config_file}: its settings of generation cannot be read"):
+                GenerationConfig.from_dict(given).to_json_file(file)  # also those without effect
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -173,7 +173,9 @@ class CocaConfig(PreTrainedConfig):
         )
         for name in (*sizes, "head_dim"):
             if not 1 <= getattr(self, name) < 2**31:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, expected at least 1 and below 2^31"
+                )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads is {self.num_attention_heads}, expected a multiple of "
@@ -202,7 +204,7 @@ class CocaConfig(PreTrainedConfig):
         if window is not None and not (2 <= window < 2**31 and self.coca_kept_layers):
             raise ValueError(
                 f"coca_kept_window is {window} beside coca_kept_layers {self.coca_kept_layers}, "
-                "expected at least 2 tokens, and layers that are kept"
+                "expected at least 2 tokens, below 2^31, and layers that are kept"
             )
         if window is not None and self.sliding_window != window:
             raise ValueError(

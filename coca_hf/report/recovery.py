@@ -62,7 +62,8 @@ class Line(BaseModel):
     tokens_seen: int
     seconds: float | None = None
     held_out_loss: float | None = None
-    loss: float = Field(validation_alias=AliasChoices("held_out_loss", "loss_lm", "loss"))
+    # None for a bad first step
+    loss: float | None = Field(validation_alias=AliasChoices("held_out_loss", "loss_lm", "loss"))
 
 
 class Point(NamedTuple):
@@ -202,7 +203,8 @@ def _read_stage(directory: Path, seconds: float) -> StageCurve:
         line = _parsed(text, Line, f"{where}: got no line of coca-train's", remedy)
         points = stage.training if line.held_out_loss is None else stage.held_out
         passed = None if line.seconds is None else seconds + line.seconds
-        points.append(Point(line.tokens_seen, passed, line.loss))
+        loss = math.nan if line.loss is None else line.loss
+        points.append(Point(line.tokens_seen, passed, loss))
     if (directory / RECORD).is_file():
         stage.record = _read_record(directory / RECORD, Record)
     return stage

@@ -9,6 +9,7 @@ float32 throughout; `bf16: true` computes in bfloat16. `run_directory.py` lists 
 import functools
 import gc
 import json
+import math
 import os
 import platform
 import shutil
@@ -346,6 +347,7 @@ def _make_record(
     """
     arguments, seq_len, log = stage.arguments, recipe.data.seq_len, trainer.stage_log
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    final_loss = losses[-1] if losses and math.isfinite(losses[-1]) else None
     held_out_blocks = len(trainer.held_out)
     held_out = log.place["held_out"]  # by step, in words: a checkpoint keeps it as JSON
     device = f"{platform.machine()}, {os.cpu_count()} cores"
@@ -363,7 +365,7 @@ def _make_record(
         "blocks_per_step": stage.blocks_per_step,
         "seconds": round(log.seconds, 3),
         "skipped_steps": log.place["skipped_steps"],
-        "final_loss": losses[-1] if losses else None,  # log.jsonl beside it has all of them
+        "final_loss": final_loss,  # log.jsonl beside it has all of them
         "held_out": {
             "blocks": held_out_blocks,
             "tokens": held_out_blocks * (seq_len - 1),  # those that are predicted

@@ -102,6 +102,7 @@ class StageTrainer(Trainer):
         self._step_loss = torch.zeros((), device=self.args.device)
         self._norm: Tensor | float | None = None
         self._bad_in_a_row = 0
+        self._lacks_a_loss = False  # the mean since the last log has a 0 from `training_step`
         self.add_callback(_EveryStep(self))
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs):
@@ -165,9 +166,7 @@ class StageTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: dict, num_items_in_batch=None) -> Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._step_loss += loss
-        running = self.stage_log.place["running_loss"]
-        if running is None:
-            return loss
+        running = self.stage_log.place["running_loss"] or 0.0
         running /= self.current_gradient_accumulation_steps
         # A loss that is not a number would hide the mean of all others
         return loss.nan_to_num(running, running, running)
@@ -201,6 +200,7 @@ class StageTrainer(Trainer):
                 place["skipped_steps"] += 1  # by the scaler
             return
         self._bad_in_a_row += 1
+        self._lacks_a_loss |= running is None and not math.isfinite(loss)
         place["skipped_steps"] += 1
         if self._bad_in_a_row >= self.options.max_bad_steps:
             raise CocaError(self._bad_step(loss, spiked))
@@ -249,6 +249,8 @@ class StageTrainer(Trainer):
 
     def log(self, logs: dict, *args, **kwargs) -> None:
         if "loss" in logs:
+            if self._lacks_a_loss:
+                logs["loss"], self._lacks_a_loss = math.nan, False
             logs.update(self.stage_log.measure(self.state.global_step))
             logs.update(self.objective.take_means() if self.objective else {})
             logs["skipped_steps"] = self.stage_log.place["skipped_steps"]

@@ -101,6 +101,15 @@ def test_record_and_card_name_the_adapter_and_a_hash_of_it(tiny_llama_dir, adapt
     assert "- adapter: mine, merged\n" in card
 
 
+def test_the_rule_of_a_coca_source_names_the_adapter(tiny_coca_dir, tmp_path):
+    lora = make_adapter(tiny_coca_dir, tmp_path / "lora")
+    for given, end in ((None, "a CoCA checkpoint"), (lora, "a CoCA checkpoint, with the adapter")):
+        dst = tmp_path / f"dst{given is None}"
+        record = convert_checkpoint(tiny_coca_dir, dst, adapter=given, ntk_length=128)
+        assert record["start"]["rule"].startswith("none: all weights are those of the source")
+        assert record["start"]["rule"].endswith(end)
+
+
 def test_a_conversion_without_it_does_not_continue_one_with_it(tiny_llama_dir, adapter, tmp_path):
     def interrupt(done, total):
         if done > total / 2:

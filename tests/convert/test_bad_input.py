@@ -1,5 +1,6 @@
 """Bad input gives one clear line and exit code 2; the destination is absent, complete or unchanged."""
 
+import math
 import os
 
 import pytest
@@ -15,6 +16,10 @@ UP1 = "model.layers.1.mlp.up_proj.weight"
 
 def config(**fields):
     return lambda directory: edit_config(directory, **fields)
+
+
+def rope(**parameters):
+    return config(rope_parameters={"rope_type": "default"} | parameters)
 
 
 def tensors(change):
@@ -61,6 +66,15 @@ DAMAGE = {
     "num_attention_heads is 6, expected a": config(num_key_value_heads=4),
     "num_key_value_heads is 0, expected at least": config(num_key_value_heads=0),
     "hidden_size is 0, expected at least 1": config(hidden_size=0),
+    "max_position_embeddings is 0, expected at least": config(max_position_embeddings=0),
+    "max_position_embeddings is -1, expected at least": config(max_position_embeddings=-1),
+    "000, expected at least 1 and below 2^31": config(max_position_embeddings=10**30),
+    "rms_norm_eps is -1.0, expected a finite": config(rms_norm_eps=-1.0),
+    "rms_norm_eps is nan, expected a finite": config(rms_norm_eps=math.nan),
+    "rope_theta is 0, expected a finite": rope(rope_theta=0),
+    "rope_theta is -5.0, expected a finite": rope(rope_theta=-5.0),
+    "rope_theta is nan, expected a finite": rope(rope_theta=math.nan),
+    "factor is 0, expected a finite": rope(rope_theta=1e4, rope_type="linear", factor=0),
     "hidden_size": config(hidden_size="big"),
     "got no weights, expected model.safetensors": without_weights(),
     "got only pickled weights (model.pt), which can run code when read; expected safetensors; "
@@ -148,6 +162,21 @@ def test_path_that_cannot_be_used_is_refused_at_once(source, tmp_path, refusal, 
     words = {"source": [path, dst], "destination": [source, path]}
     assert message in refusal(*words.get(place, [source, dst, "--adapter", path]))
     assert sorted(tmp_path.iterdir()) == before
+
+
+EMPTY = {
+    "SRC": "got an empty name of a checkpoint, expected a directory, a file or a hub id",
+    "--adapter": "got an empty name of a checkpoint, expected a directory, a file or a hub id",
+    "--calibrate": "got an empty name of a source, expected a file, a directory, a glob of them or",
+}
+
+
+@pytest.mark.parametrize("option", EMPTY)
+def test_an_empty_name_is_refused(source, tmp_path, monkeypatch, refusal, option):
+    monkeypatch.chdir(source)  # which an empty path would mean
+    words = ["", tmp_path / "dst"] if option == "SRC" else [source, tmp_path / "dst", option, ""]
+    assert EMPTY[option] in refusal(*words)
+    assert not (tmp_path / "dst").exists()
 
 
 def test_destination_with_too_long_a_name_for_its_staging_is_refused(source, tmp_path, refusal):

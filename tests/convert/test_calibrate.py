@@ -696,6 +696,15 @@ def test_ignored_fields_are_left_out_of_the_calibrated_model(
     assert_same_weights(tmp_path / "dst", tmp_path / "plain")
 
 
+def test_a_config_that_states_eight_bits_is_calibrated_as_one_without(
+    tiny_llama_dir, source, text, tmp_path
+):
+    edit_config(source, dtype="float8_e4m3fn")
+    for name, src in (("dst", source), ("plain", tiny_llama_dir)):
+        convert(src, tmp_path / name, text, calibrate_passes=1, dtype="float32")
+    assert_same_weights(tmp_path / "dst", tmp_path / "plain")
+
+
 @pytest.fixture
 def of_source(tiny_llama_dir):
     return AutoTokenizer.from_pretrained(tiny_llama_dir), AutoConfig.from_pretrained(tiny_llama_dir)
@@ -761,6 +770,17 @@ def test_short_texts_of_another_column_are_joined_with_the_end_token(of_source, 
         ends = (block == tokenizer.eos_token_id).nonzero().flatten()
         whole = tokenizer.decode(block[ends[0] + 1 : ends[1]], skip_special_tokens=True)
         assert whole in fitted
+
+
+def test_a_text_that_names_an_added_token_which_the_model_has_not_is_refused(of_source, tmp_path):
+    tokenizer, config = of_source
+    tokenizer.add_tokens(["[NEW]"])
+    place = rows_of(tmp_path / "a.jsonl", [f"a [NEW] word and {number}" for number in range(400)])
+    message = (
+        r"got token 259 \('\[NEW\]'\) in the text, expected ids below .* of 259; take it out of"
+    )
+    with pytest.raises(CocaError, match=message):
+        calibration_blocks(place, tokenizer, config, num_tokens=640, block_tokens=64)
 
 
 REFUSED = {

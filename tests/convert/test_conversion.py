@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
@@ -261,3 +262,32 @@ def test_stock_llama_loads_no_coca_checkpoint_unnoticed(tiny_coca_dir):
     for problem, name in (("missing_keys", "k_proj"), ("unexpected_keys", "t_proj")):
         expected = {f"model.layers.{i}.self_attn.{name}.weight" for i in range(3)}
         assert expected <= set(info[problem])
+
+
+SETTINGS = {"repetition_penalty": 1.3, "max_length": 77, "do_sample": True, "top_k": 7}
+WITHOUT_EFFECT = {"temperature": 0.5, "use_cache": False}  # do_sample is not set
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, {"do_sample": True}, WITHOUT_EFFECT, {}], ids=str)
+def test_settings_of_generation_in_an_old_config_reach_the_result(
+    tiny_llama_dir, tmp_path, settings
+):
+    source, dst = shutil.copytree(tiny_llama_dir, tmp_path / "source"), tmp_path / "dst"
+    (source / "generation_config.json").unlink()
+    edit_config(source, **settings, top_p=None)
+    convert_checkpoint(source, dst)
+    assert (dst / "generation_config.json").exists() == bool(settings)
+    theirs, ours = (
+        AutoModelForCausalLM.from_pretrained(directory).generation_config.to_diff_dict()
+        for directory in (source, dst)
+    )
+    assert ours | settings == ours
+    assert ours | {"_from_model_config": True} == theirs | {"_from_model_config": True}
+
+
+def test_settings_of_generation_that_cannot_be_read_are_refused(tiny_llama_dir, tmp_path):
+    source = shutil.copytree(tiny_llama_dir, tmp_path / "source")
+    (source / "generation_config.json").unlink()
+    edit_config(source, max_new_tokens=-3)
+    message = r"config\.json: its settings of generation cannot be read: .* must be greater than 0"
+    refuses(message, source, tmp_path / "dst")

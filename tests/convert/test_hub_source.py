@@ -188,6 +188,14 @@ def test_earlier_downloads_suffice_without_the_hub(hub, tmp_path, monkeypatch):
     assert_same_weights(tmp_path / "dst", tmp_path / "again")
 
 
+def test_a_snapshot_in_the_cache_is_not_overwritten(hub, tmp_path):
+    convert_checkpoint(REPO, tmp_path / "dst")
+    (snapshot,) = (tmp_path / "cache").glob("models--*/snapshots/*")
+    before = files_of(snapshot)
+    refuses("is the source itself or holds it", REPO, snapshot, overwrite=True)
+    assert files_of(snapshot) == before
+
+
 REPOSITORIES = {
     "got only pickled weights (pytorch_model.bin)": ["pytorch_model.bin", "training_args.bin"],
     "got an adapter of owner/base, expected a whole model": ["adapter_model.safetensors"],

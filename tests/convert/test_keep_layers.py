@@ -195,6 +195,14 @@ def test_layers_that_are_not_there_or_named_twice_are_refused(layers, tiny_llama
     assert not list(tmp_path.iterdir())
 
 
+def test_with_all_layers_kept_nothing_is_said_to_need_training(tiny_llama_dir, tmp_path, converts):
+    printed = converts(tiny_llama_dir, tmp_path / "dst", "--keep-layers", "0,1,2")
+    rule = record_of(tmp_path / "dst")["start"]["rule"]
+    assert rule == "none: all layers keep the original's attention"
+    for said in (printed, (tmp_path / "dst" / "README.md").read_text()):
+        assert "to be trained" not in said
+
+
 def test_the_released_layout_has_no_keys_to_keep(tmp_path):
     write_golden(tmp_path / "src", "neox")
     message = "got the released CoCA layout with --keep-layers, expected"
@@ -271,20 +279,22 @@ def test_other_values_of_keep_layers_are_refused_and_a_number_needs_calibration(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_number_of_layers_means_those_that_coca_eval_layers_ranks_first(tmp_path):
-    rows = [
-        {"task": "layers", "model": "coca", "order": [0, 1, 2]},
-        {"task": "passkey"},
-        {"task": "layers", "model": "coca", "order": [2, 0, 1]},
-    ]
+def test_a_number_of_layers_means_those_that_coca_eval_layers_ranks_first_and_names_them(
+    tmp_path, capsys
+):
+    ranking = {"task": "layers", "model": "coca", "baseline": "llama"}
+    rows = [ranking | {"order": [0, 1, 2]}, {"task": "passkey"}, ranking | {"order": [2, 0, 1]}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert _layers_to_keep(f"2:{tmp_path}") == [2, 0]
+    assert capsys.readouterr().err == "--keep-layers: 2,0, as ranked for llama\n"
 
     def refused(message, given):
         with pytest.raises(BadOption, match=message):
             _layers_to_keep(given)
 
-    refused("got 4 of the 3 layers that .* ranks, expected fewer", f"4:{tmp_path}")
+    for count in (0, 4):
+        message = f"got {count} of the layers that .* ranks, expected 1 to 3"
+        refused(message, f"{count}:{tmp_path}")
     refused("got no ranking in .*nothing, expected the --out of", f"2:{tmp_path / 'nothing'}")
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write(json.dumps(rows[0] | {"model": "another"}) + "\n")
@@ -352,6 +362,10 @@ def test_a_window_over_kept_layers_that_cannot_be_is_refused(
 ):
     dst = tmp_path / "dst"
     refuses("--keep-window: got 6 without kept layers", tiny_llama_dir, dst, keep_window=6)
+    expected = "got 1, expected at least 2 tokens, and below 2^31"
+    refuses(
+        f"--keep-window: {re.escape(expected)}", tiny_llama_dir, dst, keep_layers=[1], keep_window=1
+    )
     options = {"calibrate_on": str(text), "calibrate_block": 16, "keep_layers": [1]}
     expected = "got 6, expected at least 16 tokens, those of a block of --calibrate"
     refuses(f"--keep-window: {expected}", tiny_llama_dir, dst, **options, keep_window=6)

@@ -172,7 +172,8 @@ def test_what_cannot_be_baked_is_refused(tmp_path, message):
         ({"hidden_size": "big"}, "hidden_size"),
         ({"num_hidden_layers": 4}, "is missing (and 8 more); is the checkpoint complete?"),
         ({"num_hidden_layers": 10**9}, "got num_hidden_layers=1000000000, expected no more layers"),
-        ({"vocab_size": 2**62}, "config.json makes no model"),
+        ({"vocab_size": 2**62}, f"vocab_size is {2**62}, expected at least 1 and below 2^31"),
+        ({"vocab_size": 2**31 - 1, "hidden_size": 2**31 - 2}, "config.json makes no model"),
     ],
 )
 def test_coca_source_that_is_not_understood_is_refused(tmp_path, tiny_coca_dir, damage, message):

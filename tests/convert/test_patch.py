@@ -182,6 +182,19 @@ def test_unpatch_refuses_embeddings_that_were_resized(model, sizes):
     assert model(torch.arange(20)[None]).logits.shape == (1, 20, sizes[-1])
 
 
+def test_unpatch_refuses_adapters_until_they_are_merged(model):
+    patch_(model, keep_original=True)
+    lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "t_proj"])
+    adapted = get_peft_model(model, lora)
+    with pytest.raises(
+        CocaError, match=r"unpatch_: got modules that were replaced .* \(merge_and_unl"
+    ):
+        unpatch_(model)
+    assert type(model) is CocaLlamaForCausalLM
+    assert unpatch_(adapted.merge_and_unload()) is model
+    assert type(model) is LlamaForCausalLM
+
+
 @pytest.mark.parametrize("kept", [(), (1,)])
 @pytest.mark.parametrize("case", CASES)
 def test_unpatch_restores_every_family_exactly(case, kept):

@@ -130,14 +130,15 @@ def test_adapters_lie_on_the_keys_of_kept_layers_and_on_the_coefficients_of_the_
 
 
 KEPT = [[3], [-1], [1, 1], [1.0], ["1"], None, "all", 1]
-WITHOUT_TOKENS = {"coca_kept_layers": [1], "coca_kept_window": 0}
+WINDOWS = [0, 1, 2**31]
 
 
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
         *(({"coca_kept_layers": kept}, "coca_kept_layers") for kept in KEPT),
-        *((fields, "coca_kept_window") for fields in (WITHOUT_TOKENS, {"coca_kept_window": 9})),
+        *(({"coca_kept_layers": [1], "coca_kept_window": w}, "coca_kept_window") for w in WINDOWS),
+        ({"coca_kept_window": 9}, "coca_kept_window"),
     ],
 )
 def test_kept_layers_and_windows_that_there_cannot_be_are_refused(fields, name):
@@ -149,7 +150,8 @@ def test_kept_layers_and_windows_that_there_cannot_be_are_refused(fields, name):
     ("case", "window", "layers", "message"),
     [
         ("llama", 5, [], "patch_: keep_window: got 5 without kept layers"),
-        ("llama", 0, [1], "patch_: keep_window: got 0, expected at least"),
+        ("llama", 1, [1], "patch_: keep_window: got 1, expected at least 2 tokens, and below"),
+        ("llama", 2**31, [1], "patch_: keep_window: got 2147483648, expected at least 2"),
         ("qwen3-window", 5, [1], "the model has windows of its own"),
     ],
 )

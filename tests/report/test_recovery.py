@@ -80,6 +80,14 @@ def test_of_a_mixed_objective_the_loss_of_the_language_model_is_drawn(out):
     assert curves_of(figure)[1]["run, training"][2:] == [[250, 3.5], [260, 3.0]]
 
 
+def test_a_bad_first_step_without_a_loss_is_a_gap_in_the_curve(out):
+    with (out / "10-full/log.jsonl").open("a") as log:
+        log.write(json.dumps({"step": 7, "loss": None, "tokens_seen": 260}) + "\n")
+    (figure,) = recovery([read_recovery(out)]).figures()
+    (curve,) = [curve for curve in figure.drawing.curves if "training" in curve.key.label]
+    assert curve.values[2:] == [3.5, None]
+
+
 def test_several_runs_are_drawn_without_their_stages_and_many_by_held_out_losses_alone(out):
     run = read_recovery(out)
     (figure,) = recovery([run] * 2).figures()
@@ -121,7 +129,7 @@ def test_without_held_out_blocks_there_is_the_loss_in_training_alone(out):
 DAMAGED = [  # file, content, and what is said of it
     ("log.jsonl", b"{}", "no line"),
     ("log.jsonl", b"[" * 100_000, "no line"),
-    ("log.jsonl", b'{"tokens_seen": 5, "loss": null}', "no line"),
+    ("log.jsonl", b'{"tokens_seen": 5, "loss": "low"}', "no line"),
     ("training.json", b"\xff\xfe", "Invalid JSON"),
     ("training.json", b"[]", "no record"),
     (

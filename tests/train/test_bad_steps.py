@@ -3,6 +3,7 @@
 Accelerate scales losses only on GPUs; here it does on a CPU, too, with torch's own scaler.
 """
 
+import json
 import re
 import shutil
 
@@ -57,6 +58,22 @@ def test_bad_steps_that_are_allowed_are_skipped_without_a_trace(train, bad_losse
     first, second, _ = logged(result)
     assert second == pytest.approx(first)  # the running mean replaces a loss that is not a number
     assert_same_weights(result, train(*settings, "stages.k.max_steps=1", out=tmp_path / "once"))
+
+
+@pytest.mark.parametrize(("interval", "unknown"), [(1, [1, 2]), (3, [3])])
+def test_a_bad_first_step_has_no_loss_in_the_log_which_stays_json(
+    train, bad_losses, interval, unknown
+):
+    def refuse(word):
+        raise AssertionError(word)
+
+    bad_losses({1: NAN, 2: float("inf")})
+    settings = [f"training.logging_steps={interval}", "training.save_strategy=no"]
+    result = train(*THREE_BAD, *settings)
+    texts = (result / "log.jsonl").read_text().splitlines()
+    lines = [json.loads(text, parse_constant=refuse) for text in texts]
+    assert [line["step"] for line in lines if line["loss"] is None] == unknown
+    assert record(result)["final_loss"] == lines[-1]["loss"]
 
 
 def test_after_a_bad_step_the_run_continues_from_either_checkpoint_as_the_message_says(

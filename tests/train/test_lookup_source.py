@@ -4,6 +4,7 @@ import pytest
 import torch
 import yaml
 from torch.nn.functional import cross_entropy, kl_div
+from transformers import LlamaForCausalLM
 
 from coca_hf.train.model import load_model
 from coca_hf.train.objectives import answer_loss, answer_weights, distillation_loss
@@ -115,9 +116,11 @@ def lookups_recipe(recipe_path, *settings):
 def test_a_stage_adds_the_loss_on_answers_and_logs_it(
     recipe_path, tiny_llama_dir, tmp_path, positions
 ):
+    teacher = LlamaForCausalLM.from_pretrained(tiny_llama_dir, max_position_embeddings=333)
+    teacher.save_pretrained(tmp_path / "teacher")
     counted = ["stages.k.answer_weight=3", "stages.full.answer_weight=2"]
     short = [f"stages.{stage}.max_steps=2" for stage in ("k", "qkv", "full")]
-    settings = [f"teacher={tiny_llama_dir}", *counted, *short]
+    settings = [f"teacher={tmp_path / 'teacher'}", *counted, *short]
     mixed = "stages.full.objective={lm: 0.5, distill: 0.25}"
     run_recipe(lookups_recipe(recipe_path, *settings, mixed, *positions), tmp_path / "out")
     for line in log_lines(tmp_path / "out/1-k"):

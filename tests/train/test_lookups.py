@@ -53,6 +53,11 @@ def test_a_block_has_the_length_of_its_text_and_most_lengths_have_answers(block)
         assert length == 13 or sum(any(piece.answers) for piece in pieces) > 20
 
 
+@pytest.mark.parametrize(("seed", "length"), [(575, 64), (1084, 128), (1548, 128)])
+def test_lookups_for_which_a_short_block_has_no_room_are_left_out(block, text, seed, length):
+    assert block(seed, length) == (text[:length], [False] * length)
+
+
 def test_a_block_is_fixed_by_its_text_and_its_seed(block):
     assert block(3) == block(3)
     assert block(3) != block(4)

@@ -15,6 +15,7 @@ from coca_hf import CocaError, CocaGraniteConfig, CocaGraniteForCausalLM
 from coca_hf.train import objectives
 from coca_hf.train.model import load_model
 from coca_hf.train.objectives import linear_cross_entropy
+from coca_hf.train.preflight import resolve_stages
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer, held_out_loss
@@ -183,6 +184,21 @@ def test_several_processes_on_one_block_are_refused(train, tmp_path, monkeypatch
     with pytest.raises(CocaError, match=message):
         train(stage=None)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_launcher_with_another_precision_than_the_stages_is_refused(
+    train, recipe_path, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch` does
+    message = r"stages\.k: got mixed_precision bf16 from accelerate launch, expected no: the recipe"
+    with pytest.raises(CocaError, match=message):
+        train(stage=None)
+    assert not (tmp_path / "out").exists()
+    message = r"stages\.qkv: got mixed_precision bf16 from accelerate launch, expected fp16"
+    settings = ["training.bf16=true", "stages.qkv.bf16=false", "stages.qkv.fp16=true"]
+    with pytest.raises(CocaError, match=message):
+        resolve_stages(load_recipe(recipe_path, settings), tmp_path)
+    assert len(resolve_stages(load_recipe(recipe_path, settings[:1]), tmp_path)) == 3
 
 
 @pytest.mark.gpu

@@ -56,6 +56,32 @@ def test_overrides_reach_stages_by_name_and_sources_by_number(recipe_path):
     assert recipe.training["lr_scheduler_kwargs"] == {"end_lr": 1e-6}
 
 
+def test_an_override_of_a_key_of_one_stage_keeps_the_keys_that_all_stages_have(recipe_path):
+    settings = ["training.lr_scheduler_kwargs={start_lr: 1e-7, end_lr: 1e-6}"]
+    recipe = load_recipe(recipe_path, [*settings, "stages.k.lr_scheduler_kwargs.end_lr=0"])
+    found = [recipe.options(stage)["lr_scheduler_kwargs"] for stage in recipe.stages[:2]]
+    assert found == [{"start_lr": 1e-7, "end_lr": 0}, {"start_lr": 1e-7, "end_lr": 1e-6}]
+
+
+ALIASES = {
+    "a mapping": ("lr_scheduler_kwargs: &a {end_lr: 1e-6}", "lr_scheduler_kwargs: *a"),
+    "a stage": ("<<: &a {lr_scheduler_kwargs: {end_lr: 1e-6}}", "<<: *a"),
+}
+
+
+@pytest.mark.parametrize("kind", ALIASES)
+def test_an_override_of_one_stage_leaves_others_alone_that_share_its_lines(
+    recipe_tree, tmp_path, kind
+):
+    text = yaml.safe_dump(recipe_tree, sort_keys=False)
+    for name, line in zip(("k", "qkv"), ALIASES[kind], strict=True):
+        text = text.replace(f"- name: {name}\n", f"- name: {name}\n  {line}\n")
+    (tmp_path / "r.yaml").write_text(text)
+    recipe = load_recipe(tmp_path / "r.yaml", ["stages.qkv.lr_scheduler_kwargs.end_lr=0"])
+    found = [recipe.options(stage)["lr_scheduler_kwargs"] for stage in recipe.stages[:2]]
+    assert found == [{"end_lr": 1e-6}, {"end_lr": 0}]
+
+
 def test_a_recipe_may_come_from_a_pipe(recipe_path):
     read, write = os.pipe()
     os.write(write, recipe_path.read_bytes())
@@ -124,6 +150,8 @@ BAD_SETTINGS = {  # or several together
     "training.label_smoothing_factor=0.1": "transformers does not shift the labels of models that",
     f"stages.k.train={'[' * 2000}": "nested too deeply",
     f"training.max_steps={list(range(5000))}": "max_steps: got [0, 1, 2, 3, 4, 5, ...], expected int",
+    "training.seed=-1": "got seed -1, expected 0 to 2^32 - 1",
+    "stages.k.seed=4294967296": "stages.k: got seed 4294967296, expected 0 to 2^32 - 1",
     f"training.seed={'9' * 5000}": "not YAML: Exceeds the limit",
     f"training.{'x' * 5000}=1": "nearest:",
     "training.lr_scheduler_kwargs=fast": "lr_scheduler_kwargs of a linear schedule: got 'fast', expected a mapping",

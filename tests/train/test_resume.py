@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from transformers import Trainer
 from coca_hf import CocaError
 from coca_hf.train import trainer
 from coca_hf.train.recipe import Recipe, load_recipe
-from coca_hf.train.run_directory import last_checkpoint
+from coca_hf.train.run_directory import last_checkpoint, saved_checkpoints
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer, _Unpickler, load_state, save_state
 from tests.train.conftest import make_recipe_tree
@@ -157,6 +158,35 @@ def test_the_last_held_out_loss_is_that_of_the_last_step_when_only_the_result_is
     kept = record(out / "1-k")["held_out"]
     losses = [line["held_out_loss"] for line in held_out]
     assert (kept["before"], kept["after"]) == (losses[0], losses[-1])
+
+
+def test_old_checkpoints_are_removed_and_copies_of_ones_own_are_not(train, tmp_path, monkeypatch):
+    saved = tmp_path / "out/1-k/trainer"
+    monkeypatch.setattr(StageTrainer, "training_step", StageTrainer.training_step)
+
+    def copy_checkpoint(trainer):
+        if trainer.state.global_step == 2:
+            for name in ("checkpoint-0-mine", "checkpoint-100-mine"):
+                shutil.copytree(saved / "checkpoint-1", saved / name)
+
+    before_each_step(copy_checkpoint)
+    with stopped_before_its_result(monkeypatch):
+        train("training.save_steps=1", "stages.k.max_steps=5")
+    left = {path.parent.name for path in saved.glob("checkpoint-*/state")}
+    own = {"checkpoint-0-mine", "checkpoint-100-mine"}
+    assert left == {"checkpoint-4", "checkpoint-5", *own}
+
+
+def test_a_resumed_run_saves_at_the_interval_that_it_is_given(train, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(StageTrainer, "training_step", StageTrainer.training_step)
+        interrupt_in_step(2)
+        with pytest.raises(Interrupted):
+            train("training.save_steps=1", "stages.k.max_steps=5")
+    with stopped_before_its_result(monkeypatch):
+        train("training.save_steps=3", "stages.k.max_steps=5", resume=True)
+    saved = saved_checkpoints(tmp_path / "out/1-k/trainer")
+    assert [path.name for path in saved] == ["checkpoint-3", "checkpoint-5"]
 
 
 def test_a_full_disk_is_one_line_and_the_run_continues_with_room(train, unbroken, tmp_path):
@@ -368,6 +398,12 @@ OTHER_INPUTS = {  # in the directory of the model, the teacher and the texts
         "teacher.pytorch_model.bin was absent, now ",
     ),
     "teacher/config.json": (change_epsilon, "teacher.config.json was"),
+    "out/inputs.json": (
+        lambda path: path.write_text(
+            re.sub('"blocks": "\\w+"', '"blocks": "earlier"', path.read_text())
+        ),
+        r"blocks was earlier, now \w{8,}; ",
+    ),
 }
 
 
@@ -393,6 +429,19 @@ def test_other_inputs_are_refused(copied, tmp_path, name):
     change(tmp_path / name)
     with pytest.raises(CocaError, match=rf"out: cannot --resume on other inputs: .*{message}"):
         run_recipe(copied, tmp_path / "out", resume=True)
+
+
+def test_the_same_files_in_another_order_are_refused(train, tmp_path):
+    names = ("a/1.txt", "b/2.txt"), ("a/2.txt", "b/1.txt")
+    for name, text in zip(names[0], ("abcd" * 99, "efgh" * 99), strict=True):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
+    settings = f"data.sources=[{{path: '{tmp_path}/*/*.txt', weight: 1}}]", "stages.k.max_steps=1"
+    train(*settings)
+    for before, after in zip(names[0], reversed(names[1]), strict=True):
+        (tmp_path / before).rename(tmp_path / after)
+    with pytest.raises(CocaError, match=r"on other inputs: blocks was [\w-]+, now [\w-]+; restore"):
+        train(*settings, stage=None, resume=True)
 
 
 def test_another_number_of_blocks_a_step_is_refused(train):

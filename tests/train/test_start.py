@@ -20,13 +20,14 @@ from transformers import (
 )
 
 import coca_hf
-from coca_hf import CocaError
+from coca_hf import CocaError, tokens
 from coca_hf.train.gpu_plan import plan_recipe
 from coca_hf.train.model import stage_model, start_config, start_model
 from coca_hf.train.preflight import (
     check_model,
     check_overrides,
     check_positions,
+    check_teacher,
     check_tokenizer,
     lock,
     resolve_stages,
@@ -115,6 +116,25 @@ def test_a_tokenizer_of_another_model_is_refused_and_added_tokens_are_not(tiny_t
         check_tokenizer(tokenizer, LlamaConfig(vocab_size=99))
 
 
+def test_a_text_that_names_an_added_token_which_the_model_has_not_is_refused(
+    train, tiny_coca_dir, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tokens, "PIECE_CHARACTERS", 100)
+    model = shutil.copytree(tiny_coca_dir, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["[NEW]"])
+    tokenizer.save_pretrained(model)
+    message = (
+        r"got token 259 \('\[NEW\]'\) in the text, expected ids below the model's vocabulary of 259"
+    )
+    for place in (0, 399):  # found before the run and by the preparation
+        rows = ["a [NEW] word" if number == place else "two words" for number in range(400)]
+        (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{row}"}}\n' for row in rows))
+        with pytest.raises(CocaError, match=message):
+            train(f"model={model}", f"data.sources=[{{path: {tmp_path}/a.jsonl, weight: 1}}]")
+        assert (tmp_path / "out").exists() == (place == 399)
+
+
 def write(name: str, content: dict):
     """Adds these entries to a JSON file of a checkpoint, which may be new."""
 
@@ -187,6 +207,21 @@ def test_blocks_that_skip_beyond_the_models_positions_are_refused(recipe_path):
     config = coca_hf.CocaLlamaConfig(max_position_embeddings=65, coca_log_scale=0.1)
     with pytest.raises(CocaError, match=r"got 65 with coca_log_scale 0\.1 of .*set config"):
         check_positions(recipe, config)
+
+
+def test_blocks_that_skip_beyond_the_teachers_positions_are_refused(
+    recipe_path, tiny_llama_dir, tiny_coca_dir
+):
+    student = AutoConfig.from_pretrained(tiny_coca_dir, max_position_embeddings=128)
+    for skip in (65, 64):
+        settings = [f"data.skip_positions={skip}", f"teacher={tiny_llama_dir}"]
+        recipe = load_recipe(recipe_path, settings)
+        assert check_positions(recipe, student) is None
+        if skip == 65:
+            message = r"got 65, expected at most 64, the positions of the teacher .*tiny-llama \("
+            with pytest.raises(CocaError, match=message):
+                check_teacher(recipe, student)
+    check_teacher(recipe, student)
 
 
 def test_blocks_longer_than_the_model_was_trained_for_are_announced_by_the_run_and_the_plan(
@@ -270,6 +305,7 @@ def test_a_field_that_the_weights_fix_is_not_overridden(recipe_path, setting, ex
 def test_blocks_inside_out_do_not_count_as_a_run(recipe_path, out, prepared, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = load_recipe(recipe_path, [f"data.prepared={prepared}"])
+    recipe_path.unlink()
     (tmp_path / prepared).mkdir(parents=True)
     (tmp_path / prepared / "files.json").write_text("{}")
     check_out(recipe, Path(out), resume=False)
@@ -278,6 +314,21 @@ def test_blocks_inside_out_do_not_count_as_a_run(recipe_path, out, prepared, tmp
     (tmp_path / out / "mine.txt").write_text("mine")
     with pytest.raises(CocaError, match="not empty; continue what is there with --resume"):
         check_out(recipe, Path(out), resume=False)
+
+
+OWN_FILES = ["recipe.yaml", "inputs.json", "notes/recipe.yaml", "notes/inputs.json"]
+OWN_FILES += [".download.partial", "notes/.a.1.partial"]
+
+
+@pytest.mark.parametrize("name", OWN_FILES)
+def test_files_of_ones_own_with_our_names_are_refused_and_kept(recipe_path, tmp_path, name):
+    mine, recipe = tmp_path / "out" / name, load_recipe(recipe_path)
+    mine.parent.mkdir(parents=True)
+    mine.write_text(recipe_path.read_text())  # the same recipe, but without its defaults
+    with pytest.raises(CocaError, match="not empty; continue what is there with --resume"):
+        check_out(recipe, tmp_path / "out", resume=False)
+    begin_out(tmp_path / "out", recipe, {})
+    assert mine.read_text() == recipe_path.read_text()
 
 
 @pytest.mark.parametrize("name", ["link", "."])
