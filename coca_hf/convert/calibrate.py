@@ -401,14 +401,14 @@ def expected_seconds(
         steps = TIMED_STEPS if attention.q_proj.weight.is_cuda else 1
         step = _seconds(lambda: fit(attention, seen, steps, seed=0), pairs.device) / steps
     reads = layers - first
-    tokens = blocks.numel() * (max(missing) + 1 - first) + 3 * task.held_out.numel() * reads
+    tokens = blocks.numel() * (max(missing) + 1 - first) + 2 * task.held_out.numel() * reads
     # W_O: each layer of both models, and the attention of one again
     refitted_on = blocks[blocks_to_refit_on(pairs.config, blocks, task.seed)]
-    tokens += 3 * layers * (refitted_on.numel() + task.held_out.numel())
+    tokens += layers * (3 * refitted_on.numel() + task.held_out.numel())
     reads += layers
     if task.ranked_tokens:  # a run per layer, and then another calibration with the kept layers
         tokens += task.ranked_tokens * layers * (layers + 3) // 2
-        tokens += 3 * task.held_out.numel() * layers
+        tokens += 2 * task.held_out.numel() * layers
         reads += 2 * layers
     trials, few = 2 if task.chooses_content else 0, len(blocks[:: _trial_stride(len(blocks))])
     fit_steps = task.passes * len(blocks) + trials * few * math.ceil(TRIAL_STEPS / few)

@@ -92,7 +92,7 @@ class FittedLayers(NamedTuple):
     """The fitted tensors by name in the CoCA model, in float32, and their quality on held-out text.
 
     tensors: mapped from their files. content_layers: the fitted layers with content pairs in every
-    second of the other pairs. perplexity: of `original`, `start` and `fitted`.
+    second of the other pairs. perplexity: of `original` and `start`.
     """
 
     tensors: dict[str, Tensor]
@@ -261,13 +261,11 @@ class Calibration:
     ) -> tuple[dict[str, Tensor], float]:
         """W_O of the converted layers, and the perplexity of held-out text with it."""
         task, pairs = self.task, LayerPairs(layout, self.device, self.dtype)
-        num_blocks, length = task.blocks.shape
-        positions = skipped_positions(num_blocks, length, reach(pairs.config), task.seed)
         some = blocks_to_refit_on(pairs.config, task.blocks, task.seed)
         try:
             with precision(pairs.dtype):
                 outputs, states = refit_outputs(
-                    pairs, fitted, task.blocks[some], task.held_out, positions[some], folder
+                    pairs, fitted, task.blocks[some], task.held_out, folder
                 )
                 return outputs, perplexity(pairs, states, task.held_out)
         finally:
@@ -293,7 +291,7 @@ def needs(layout: Layout, task: FitTask, dtype: torch.dtype) -> Needs:
     activations = batch * (3 * config.intermediate_size * dtype.itemsize + 32 * config.hidden_size)
     head = 6 * config.vocab_size * config.hidden_size
     moments = 4 * 8 * (config.num_attention_heads * config.head_dim) ** 2  # of refitting W_O
-    fit_states = 2 * (tokens + 2 * task.held_out.numel())
+    fit_states = 2 * (tokens + task.held_out.numel())
     # a model per layer, and the original
     rank_states = task.ranked_tokens * (config.num_hidden_layers + 1)
     return Needs(
@@ -322,7 +320,7 @@ class CalibrationRun:
 
     layer-N.safetensors  the fitted tensors of layer N, with the settings and a hash
     states-0, states-1   the hidden states before a layer of even and of odd number: of the blocks,
-                         and of the held-out ones in the original, the start and the fitted model
+                         and of the held-out ones in the original and the start
     states.json          the layer that comes next, and the hash of the states before it
     """
 
@@ -331,7 +329,7 @@ class CalibrationRun:
         self.record_file = folder / "states.json"
         self.seconds: defaultdict[str, float] = defaultdict(float)
         folder.mkdir(exist_ok=True)
-        num_blocks = len(task.blocks) + 3 * len(task.held_out)
+        num_blocks = len(task.blocks) + 2 * len(task.held_out)
         shape = num_blocks, task.blocks.shape[1], pairs.config.hidden_size
         self.states = [HiddenStates(folder / f"states-{side}", shape) for side in (0, 1)]
         converted = pairs.layout.converted
@@ -375,9 +373,7 @@ class CalibrationRun:
     def _fit_layer(self, number: int, positions: Tensor) -> LayerFit:
         """Fit a layer, and run all states through it."""
         pairs, task, angles = self.pairs, self.task, self.pairs.angles
-        text, original, start, calibrated = zip(
-            self._parts(number), self._parts(number + 1), strict=True
-        )
+        text, original, start = zip(self._parts(number), self._parts(number + 1), strict=True)
         in_order = torch.arange(task.held_out.shape[1], device=pairs.device)
         in_order = in_order.expand(task.held_out.shape)
         with self._timed("read"):
@@ -409,13 +405,12 @@ class CalibrationRun:
             make_content_layer_(attention, facts["is content layer"] == "True")
         with self._timed("measure"):
             kl_fitted = divergences(attention, seen).mean().item() if is_converted else 0.0
-            run_layer(ours, *calibrated, in_order, angles.coca)
         return LayerFit(kl_start, kl_fitted)
 
     def _parts(self, number: int) -> Iterator[HiddenStates]:
         """The states before layer `number`: of the text, and of held-out text in each model."""
         blocks, held_out = len(self.task.blocks), len(self.task.held_out)
-        return self.states[number % 2].split(blocks, *[held_out] * 3)
+        return self.states[number % 2].split(blocks, *[held_out] * 2)
 
     def _carries_text(self, number: int) -> bool:
         """Whether the states of the text are needed before layer `number`."""
@@ -425,7 +420,7 @@ class CalibrationRun:
     def _embed(self) -> None:
         embeddings, states = self.pairs.embeddings(), self.states[0]
         remove_states(self.folder)
-        ids = torch.cat((self.task.blocks, *[self.task.held_out] * 3))
+        ids = torch.cat((self.task.blocks, *[self.task.held_out] * 2))
         for some in batches(states):
             states[some] = embeddings[ids[some]]
 
@@ -470,7 +465,7 @@ class CalibrationRun:
         _, *streams = self._parts(len(self.pairs))
         return {
             name: perplexity(self.pairs, stream, self.task.held_out)
-            for name, stream in zip(("original", "start", "fitted"), streams, strict=True)
+            for name, stream in zip(("original", "start"), streams, strict=True)
         }
 
 

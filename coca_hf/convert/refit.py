@@ -10,6 +10,9 @@ earlier differences included (GPTAQ, arXiv 2504.02692):
 with x the stream, a the output of the attention and o what W_O receives; ' marks the original. The
 division lets all tokens count alike: attention sinks have norms a thousand times those of others. λ is
 `RIDGE` times the mean of the diagonal of what o's second moments are in this sum.
+
+Positions are in order. With skipped ones, whose maps are farther from the original's, the regression
+shrinks W_O, and repeated passages come out worse than without it (docs/results/content-pairs).
 """
 
 import contextlib
@@ -25,7 +28,7 @@ from coca_hf.convert.layer_pairs import ATTENTION, HiddenStates, LayerPairs, bat
 from coca_hf.models.decoder import CocaConfig
 
 RIDGE = 1.0
-TOKENS_A_COLUMN = 64  # of W_O, to fit it on, at most
+TOKENS_A_COLUMN = 32  # of W_O, to fit it on, at most
 
 
 def blocks_to_refit_on(config: CocaConfig, blocks: Tensor, seed: int) -> Tensor:
@@ -42,22 +45,24 @@ def refit_outputs(
     fitted: Mapping[str, Tensor],
     blocks: Tensor,
     held_out: Tensor,
-    positions: Tensor,
     folder: Path,
 ) -> tuple[dict[str, Tensor], HiddenStates]:
     """W_O of the converted layers by name, in float32, and the hidden states of `held_out` after the
     last layer.
 
-    fitted: the calibrated tensors by name in the CoCA model. blocks: token ids to fit on, (n_b, m), at
-    positions (n_b, m); held_out: (n, m). folder: gets two files of hidden states, `states-...`.
+    fitted: the calibrated tensors by name in the CoCA model. blocks: token ids to fit on, (n_b, m);
+    held_out: (n, m). folder: gets a file of hidden states, `states-refit`.
     """
-    ids, in_order = torch.cat((blocks, held_out)), torch.arange(held_out.shape[1])
-    at = torch.cat((positions.cpu(), in_order.expand(held_out.shape))).to(pairs.device)
-    shape = (*ids.shape, pairs.config.hidden_size)
-    theirs, ours = (HiddenStates(folder / f"states-{name}", shape) for name in ("theirs", "ours"))
-    embeddings, outputs = pairs.embeddings(), dict[str, Tensor]()
-    for some in batches(theirs):
-        theirs[some] = ours[some] = embeddings[ids[some]].float()
+    ids, embeddings = torch.cat((blocks, blocks, held_out)), pairs.embeddings()
+    sizes = len(blocks), len(blocks), len(held_out)
+    states = HiddenStates(folder / "states-refit", (*ids.shape, pairs.config.hidden_size))
+    for some in batches(states):
+        states[some] = embeddings[ids[some]].float()
+    theirs, ours, unseen = states.split(*sizes)
+    at, at_unseen = (
+        torch.arange(ids.shape[1], device=pairs.device).expand(size, -1) for size in sizes[1:]
+    )
+    outputs = dict[str, Tensor]()
     for number in range(len(pairs)):
         original, converted = pairs.load(number)
         prefix = f"model.layers.{number}."
@@ -66,7 +71,7 @@ def refit_outputs(
             {name.removeprefix(prefix): fitted[name] for name in names}, strict=False
         )
         if number in pairs.layout.converted:
-            sums = Sums(pairs, original, converted, len(blocks))
+            sums = Sums(pairs, original, converted)
             with sums.noting():
                 run_layer(
                     original,
@@ -74,7 +79,7 @@ def refit_outputs(
                     theirs,
                     at,
                     pairs.angles.original,
-                    lambda some, *_: sums.add(some, theirs[some], ours[some], at[some]),  # noqa: B023
+                    lambda some, *_: sums.add(theirs[some], ours[some], at[some]),  # noqa: B023
                 )
             weight = converted.self_attn.o_proj.weight
             outputs[f"{prefix}self_attn.o_proj.weight"] = refitted = sums.solve()
@@ -82,14 +87,15 @@ def refit_outputs(
         else:
             run_layer(original, theirs, theirs, at, pairs.angles.original)
         run_layer(converted, ours, ours, at, pairs.angles.coca)
-    return outputs, [*ours.split(len(blocks), len(held_out))][1]
+        run_layer(converted, unseen, unseen, at_unseen, pairs.angles.coca)
+    return outputs, unseen
 
 
 class Sums:
-    """The sums over tokens that decide a layer's W_O; only the first `num_blocks` blocks count."""
+    """The sums over tokens that decide a layer's W_O."""
 
-    def __init__(self, pairs: LayerPairs, original: Any, converted: Any, num_blocks: int):
-        self._pairs, self._converted, self._num_blocks = pairs, converted, num_blocks
+    def __init__(self, pairs: LayerPairs, original: Any, converted: Any):
+        self._pairs, self._converted = pairs, converted
         self._attention: nn.Module = (
             original.self_attn if hasattr(original, "self_attn") else original.attention
         )
@@ -118,9 +124,10 @@ class Sums:
             for hook in hooks:
                 hook.remove()
 
-    def add(self, some: slice, theirs: Tensor, ours: Tensor, at: Tensor) -> None:
-        """Count the tokens of these blocks, whose states before the layer are `theirs` and `ours`,
-        (b, m, hidden), at positions (b, m).
+    def add(self, theirs: Tensor, ours: Tensor, at: Tensor) -> None:
+        """Count the tokens of blocks that have just run through the original's layer.
+
+        theirs, ours: the states before it in both models, (b, m, hidden). at: positions, (b, m).
         """
         theirs, ours = (states.to(at.device) for states in (theirs, ours))
         self._converted.self_attn(
@@ -129,9 +136,8 @@ class Sums:
             position_ids=at,
             position_embeddings=self._pairs.angles.coca(at),
         )
-        count = max(0, self._num_blocks - (some.start or 0))
         theirs, ours, a, o = (
-            part[:count].flatten(0, 1).float()
+            part.flatten(0, 1).float()
             for part in (theirs, ours, self._noted["a"], self._noted["o"])
         )
         wanted = a + (theirs - ours) / self._scale

@@ -107,7 +107,7 @@ def test_a_kept_layer_is_calibrated_later_in_the_trained_model_around_it(
     save_file(before, file, {"format": "pt"})
     record = convert_checkpoint(tmp_path / "kept", tmp_path / "dst", **options)
     after = load_file(tmp_path / "dst" / "model.safetensors")
-    changed = {f"model.layers.2.self_attn.{part}_proj.weight" for part in "qt"}
+    changed = {f"model.layers.2.self_attn.{part}_proj.weight" for part in "qto"}
     assert {n for n in after if n not in before or not torch.equal(after[n], before[n])} == changed
     *others, (start, fitted) = record["calibration"]["attention_kl"]
     assert [*map(tuple, map(dict.values, others))] == [(0, 0), (0, 0)]

@@ -8,7 +8,7 @@ import torch
 from coca_hf import patch_
 from coca_hf.convert.refit import RIDGE, TOKENS_A_COLUMN, blocks_to_refit_on, refit_outputs
 from tests.convert.test_calibrate import blocks_of
-from tests.models.families import CASES, WINDOW, stock_model
+from tests.models.families import CASES, stock_model
 
 
 def seen_in(model, ids, layer, attention, output=None):
@@ -42,8 +42,8 @@ def regression(theirs, a, ours, o, output, scale):
 def test_every_layer_gets_the_regression_on_what_whole_models_have_there(case, pairs_of, tmp_path):
     original, ids, held_out = stock_model(case), blocks_of(5), blocks_of(2, seed=1)
     coca = patch_(copy.deepcopy(original)).eval()
-    pairs, positions = pairs_of(original), torch.arange(WINDOW).expand(5, -1)
-    outputs, states = refit_outputs(pairs, {}, ids, held_out, positions, tmp_path)
+    pairs = pairs_of(original)
+    outputs, states = refit_outputs(pairs, {}, ids, held_out, tmp_path)
     scale = getattr(coca.config, "residual_multiplier", 1.0)
     for number in pairs.layout.converted:
         base, layer = original.base_model.layers[number], coca.model.layers[number]
