@@ -28,12 +28,13 @@ from coca_hf.convert.layer_pairs import ATTENTION, HiddenStates, LayerPairs, bat
 from coca_hf.models.decoder import CocaConfig
 
 RIDGE = 1.0
-TOKENS_A_COLUMN = 32  # of W_O, to fit it on, at most
+TOKENS_A_COLUMN = 32  # of W_O; a quarter of the blocks, if that is more
 
 
 def blocks_to_refit_on(config: CocaConfig, blocks: Tensor, seed: int) -> Tensor:
     """The numbers of the blocks, out of (n_b, m), that W_O is fitted on."""
-    wanted = TOKENS_A_COLUMN * config.num_attention_heads * config.head_dim
+    width = config.num_attention_heads * config.head_dim
+    wanted = max(TOKENS_A_COLUMN * width, blocks.numel() // 4)
     draw = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(blocks), generator=draw)
     return order[: math.ceil(wanted / blocks.shape[1])].sort().values
