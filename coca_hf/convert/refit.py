@@ -92,6 +92,17 @@ def refit_outputs(
     return outputs, unseen
 
 
+@contextlib.contextmanager
+def exact_products() -> Iterator[None]:
+    """Multiply float32 matrices as such on GPUs, without TF32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
 class Sums:
     """The sums over tokens that decide a layer's W_O."""
 
@@ -144,7 +155,7 @@ class Sums:
         wanted = a + (theirs - ours) / self._scale
         if self._output.bias is not None:
             wanted -= self._output.bias
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast("cpu", enabled=False), exact_products():
             weighted = (o / (theirs + self._scale * a).square().mean(-1, keepdim=True)).mT
             self._moments += (weighted @ o).double().cpu()
             self._wanted += (weighted @ wanted).double().cpu()

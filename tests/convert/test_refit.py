@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from coca_hf import patch_
+from coca_hf.convert.layer_pairs import LayerPairs
 from coca_hf.convert.refit import RIDGE, TOKENS_A_COLUMN, blocks_to_refit_on, refit_outputs
 from tests.convert.test_calibrate import blocks_of
 from tests.models.families import CASES, stock_model
@@ -72,3 +73,13 @@ def test_a_quarter_of_text_and_of_repeated_passages_is_fitted_on_or_as_much_as_w
     width = config.num_attention_heads * config.head_dim
     assert len(blocks_to_refit_on(config, blocks[:60], seed=3)) == TOKENS_A_COLUMN * width / 64 < 60
     assert blocks_to_refit_on(config, blocks[:7], seed=3).tolist() == [*range(7)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_finds_what_a_processor_does(pairs_of, tmp_path):
+    pairs, ids = pairs_of(stock_model("qwen3")), blocks_of(5)
+    on_gpu = LayerPairs(pairs.layout, "cuda")
+    expected, _ = refit_outputs(pairs, {}, ids, ids[:1], tmp_path)
+    found, _ = refit_outputs(on_gpu, {}, ids, ids[:1], tmp_path)
+    for name, output in expected.items():
+        torch.testing.assert_close(found[name], output, rtol=1e-3, atol=1e-3)
