@@ -46,7 +46,7 @@ tests() { # LIMIT PATHS…: in several processes, because Triton's compiler take
 
 part1() {
     tests 200 tests/kernels
-    tests 200 -m gpu tests/models/test_backends.py tests/models/test_cache.py tests/train/test_options.py
+    tests 200 -m gpu tests/models/test_backends.py tests/models/test_cache.py tests/train/test_options.py tests/convert
     run 60 python3 scripts/bench/flash.py --out "$out/flash.json"
     run 60 python3 scripts/bench/flash.py --dtype float16 --out "$out/flash-fp16.json"
 }

@@ -75,7 +75,7 @@ def test_a_quarter_of_text_and_of_repeated_passages_is_fitted_on_or_as_much_as_w
     assert blocks_to_refit_on(config, blocks[:7], seed=3).tolist() == [*range(7)]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_gpu_finds_what_a_processor_does(pairs_of, tmp_path):
     pairs, ids = pairs_of(stock_model("qwen3")), blocks_of(5)
     on_gpu = LayerPairs(pairs.layout, "cuda")
