@@ -214,7 +214,7 @@ def convert_command(
             if progress.divergence is not None:
                 text += f", divergence {progress.divergence:.3g} nats"
             bar.update(layers, description=text, completed=done, total=total)
-            if is_silent and done:
+            if is_silent and done and not progress.notice:
                 console.print(f"{text}: {done} of {total}", soft_wrap=True)
 
         # the other options have the names of convert_checkpoint's arguments

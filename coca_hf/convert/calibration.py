@@ -218,6 +218,8 @@ class Calibration:
     def run(self, layout: Layout, folder: Path, report: Report) -> None:
         """Fit the layers of `layout`, which receives the tensors; `record` says what was done."""
         done, task = self._fit(layout, folder, report), self.task
+        number = layout.config.num_hidden_layers
+        report(CalibrationProgress(number, number, None, "fitting W_O to the residual stream"))
         began = time.perf_counter()
         outputs, perplexity = self._refit(layout, done.tensors, folder)
         self.seconds.update({"outputs": time.perf_counter() - began})

@@ -156,7 +156,8 @@ class Sums:
         if self._output.bias is not None:
             wanted -= self._output.bias
         with torch.autocast("cpu", enabled=False), exact_products():
-            weighted = (o / (theirs + self._scale * a).square().mean(-1, keepdim=True)).mT
+            sizes = (theirs + self._scale * a).square().mean(-1, keepdim=True)
+            weighted = (o / sizes.clamp(min=1e-8)).mT  # an embedding may be zero
             self._moments += (weighted @ o).double().cpu()
             self._wanted += (weighted @ wanted).double().cpu()
 

@@ -816,6 +816,7 @@ def test_the_command_prints_perplexities_or_one_line_of_error(
     assert f"{values['start']:,.4g} before, {values['calibrated']:,.4g} after" in printed
     needed = r"about \d+ s, 7\d\d\.\d\d MB of memory and \d\.\d\d MB of disk in"
     assert re.match(f"calibrating 3 of 3 layers: {needed}", printed)
+    assert "\nfitting W_O to the residual stream\n" in printed
     printed = refusal(tiny_llama_dir, tmp_path / "other", *options, 10**6)
     assert "give more text, or a smaller --calibrate-tokens" in printed
 
