@@ -312,7 +312,7 @@ def test_values_have_their_ratios_and_errors_and_oom_is_named(page):
     oom = row("coca", length=1024, value=None, task="speed", error="OOM: at batch size 1")
     oom["peak_bytes"] = None
     made = page(slow, oom, row(length=None, value=0.4321, task="tasks"))
-    assert "| coca | 0.5 s (1.25 x) | OOM |" in made
+    assert "| coca | 0.5 s (1.25 x llama's) | OOM |" in made
     assert "- no value for coca at 1024: OOM: at batch size 1" in made
     assert "| arc\\_easy | reasoning | acc (none) | 0 shots | 0.432 ± 0.012 |" in made
 
