@@ -292,7 +292,8 @@ def needs(layout: Layout, task: FitTask, dtype: torch.dtype) -> Needs:
     batch = max(BATCH_TOKENS, task.blocks.shape[1])
     activations = batch * (3 * config.intermediate_size * dtype.itemsize + 32 * config.hidden_size)
     head = 6 * config.vocab_size * config.hidden_size
-    moments = 4 * 8 * (config.num_attention_heads * config.head_dim) ** 2  # of refitting W_O
+    width = config.num_attention_heads * config.head_dim
+    moments, outputs = 4 * 8 * width**2, 4 * width * config.hidden_size  # of refitting W_O
     fit_states = 2 * (tokens + task.held_out.numel())
     # a model per layer, and the original
     rank_states = task.ranked_tokens * (config.num_hidden_layers + 1)
@@ -301,7 +302,7 @@ def needs(layout: Layout, task: FitTask, dtype: torch.dtype) -> Needs:
         PROCESS_BYTES
         + max(weights + 16 * fitted + seen + activations, weights + moments + activations, head),
         max(fit_states, rank_states) * config.hidden_size * 4,
-        len(layout.converted) * fitted * 4,
+        len(layout.converted) * (fitted * 4 + outputs),
     )
 
 

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from coca_hf.convert.layer_pairs import ATTENTION, HiddenStates, LayerPairs, batches, run_layer
@@ -52,7 +54,8 @@ def refit_outputs(
     last layer.
 
     fitted: the calibrated tensors by name in the CoCA model. blocks: token ids to fit on, (n_b, m);
-    held_out: (n, m). folder: gets a file of hidden states, `states-refit`.
+    held_out: (n, m). folder: gets a file for every W_O, `refit-N.safetensors`, from which it is mapped
+    into memory, and one of hidden states, `states-refit`.
     """
     ids, embeddings = torch.cat((blocks, blocks, held_out)), pairs.embeddings()
     sizes = len(blocks), len(blocks), len(held_out)
@@ -83,13 +86,21 @@ def refit_outputs(
                     lambda some, *_: sums.add(theirs[some], ours[some], at[some]),  # noqa: B023
                 )
             weight = converted.self_attn.o_proj.weight
-            outputs[f"{prefix}self_attn.o_proj.weight"] = refitted = sums.solve()
-            weight.data = refitted.to(weight)
+            name, file = f"{prefix}self_attn.o_proj.weight", f"refit-{number:05}.safetensors"
+            outputs[name] = mapped(name, sums.solve(), folder / file)
+            weight.data = outputs[name].to(weight)
         else:
             run_layer(original, theirs, theirs, at, pairs.angles.original)
         run_layer(converted, ours, ours, at, pairs.angles.coca)
         run_layer(converted, unseen, unseen, at_unseen, pairs.angles.coca)
     return outputs, unseen
+
+
+def mapped(name: str, tensor: Tensor, file: Path) -> Tensor:
+    """The tensor, written to a file and mapped into memory."""
+    save_file({name: tensor}, file)
+    with safe_open(file, "pt") as stream:
+        return stream.get_tensor(name)
 
 
 @contextlib.contextmanager

@@ -459,7 +459,7 @@ def test_killed_in_a_layer_it_continues_with_that_layer_to_the_same_bits(
     assert process.exitcode == -signal.SIGKILL
     record = convert(*arguments)
     assert fits == [1, 2]
-    assert 0 not in loads
+    assert 0 not in loads[:-3]  # in which all layers get their W_O
     assert_same_weights(tmp_path / "cut", tmp_path / "whole")
     for fact in ("perplexity", "attention_kl"):
         assert record["calibration"][fact] == expected["calibration"][fact]
@@ -476,7 +476,7 @@ def test_damaged_states_are_recomputed_and_fitted_layers_reused(
         states.write_bytes(damage(states.read_bytes()))
     convert(tiny_llama_dir, tmp_path / "dst", text)
     assert fits == [0, 1, 2]
-    assert loads[-3:] == [0, 1, 2]
+    assert loads[-6:] == [0, 1, 2, 0, 1, 2]
     convert(tiny_llama_dir, tmp_path / "whole", text)
     assert_same_weights(tmp_path / "dst", tmp_path / "whole")
 
