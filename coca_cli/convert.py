@@ -361,7 +361,7 @@ def _print_plan(plan: dict, dst: str) -> None:
 
 
 def _print_conversion(record: dict, dst: str) -> None:
-    from coca_hf.card import kept_in_words, perplexity_in_words
+    from coca_hf.card import kept_in_words, needs_training, perplexity_in_words
 
     shares = record["trainable_fraction"]
     console.print(f"{dst}: {record['constraint']}, {record['dtype']}")
@@ -381,7 +381,7 @@ def _print_conversion(record: dict, dst: str) -> None:
             f"the source's; fix_mistral_regex has no effect on {dst}: to have it, write "
             '"fix_mistral_regex": true in tokenizer_config.json of the source, and convert again',
         )
-    if not record["start"]["rule"].startswith("none"):
+    if needs_training(record):
         console.print(
             f"The attention has to be trained before the model is useful. Next: set `model: {dst}` "
             "in a recipe, then coca-train RECIPE (recipes/llama-7b/three-stage.yaml is the paper's)"

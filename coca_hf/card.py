@@ -190,11 +190,16 @@ def _lead(conversion: dict, stages: list[dict], base: str) -> str:
                 f"Layers {numbers(later)} kept the original's attention until they were converted "
                 f"after {before} of the stages below{untrained}."
             )
-    elif not conversion["start"]["rule"].startswith("none"):
+    elif needs_training(conversion):
         lines.append("The attention is converted; it has to be trained before the model is useful.")
     if not conversion.get("base", {}).get("license"):
         lines.append("The licence is that of the base model, whose files did not name it.")
     return "\n\n".join(lines)
+
+
+def needs_training(conversion: dict) -> bool:
+    """Whether a record is of a conversion that gave layers another attention."""
+    return not conversion["start"]["rule"].startswith("none")
 
 
 def _conversion(record: dict, base: str) -> str:

@@ -542,11 +542,7 @@ def layer_harms(
     try:
         streams[0][:] = pairs.embeddings()[blocks]
         for number in range(len(pairs)):
-            theirs, ours = pairs.load(number)
-            prefix = f"model.layers.{number}."
-            names = [name for name in fitted if name.startswith(prefix)]
-            own = {name.removeprefix(prefix): fitted[name] for name in names}
-            ours.load_state_dict(own, strict=False)
+            theirs, ours = pairs.load_fitted(number, fitted)
             run_layer(ours, streams[0], streams[number + 1], positions, angles.coca, batch_tokens=1)
             for stream in streams[: number + 1]:
                 run_layer(theirs, stream, stream, positions, angles.original, batch_tokens=1)

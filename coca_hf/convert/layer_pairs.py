@@ -6,7 +6,7 @@ from the source when it is loaded.
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,16 @@ class LayerPairs:
             return self._on_device(initialiser.make(target))
 
         return theirs, _filled(self._coca.model.layers[number], made)
+
+    def load_fitted(self, number: int, fitted: Mapping[str, Tensor]) -> tuple[Any, Any]:
+        """As `load`, with the tensors of `fitted`, by name in the CoCA model, in the CoCA layer."""
+        theirs, ours = self.load(number)
+        prefix = f"model.layers.{number}."
+        own = {name: fitted[name] for name in fitted if name.startswith(prefix)}
+        ours.load_state_dict(
+            {name.removeprefix(prefix): tensor for name, tensor in own.items()}, strict=False
+        )
+        return theirs, ours
 
     def storage(self, blocks: Tensor) -> str:
         """The device for what a layer computes from `blocks`: the GPU if that takes half of it at most."""
@@ -180,6 +190,11 @@ def batches(states: Tensor | HiddenStates, most: int = BATCH_TOKENS) -> Iterator
     return (slice(start, start + at_once) for start in range(0, len(states), at_once))
 
 
+def attention_of(layer: Any) -> Any:
+    """The attention of a layer of either model."""
+    return layer.self_attn if hasattr(layer, "self_attn") else layer.attention
+
+
 @torch.no_grad()
 def run_layer(
     layer: Any,
@@ -197,7 +212,7 @@ def run_layer(
     blocks and with what their attention sees: inputs (b, m, hidden), queries (b, m, h, d), rotated
     and scaled, keys (b, g, m, d), rotated. batch_tokens: run at once, unless a block is longer.
     """
-    attention = layer.self_attn if hasattr(layer, "self_attn") else layer.attention
+    attention = attention_of(layer)
     attention.config._attn_implementation = ATTENTION
     for some in batches(states, batch_tokens):
         batch, at = states[some].to(positions.device), positions[some]

@@ -24,9 +24,16 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from coca_hf.convert.layer_pairs import ATTENTION, HiddenStates, LayerPairs, batches, run_layer
+from coca_hf.convert.layer_pairs import (
+    ATTENTION,
+    HiddenStates,
+    LayerPairs,
+    attention_of,
+    batches,
+    run_layer,
+)
 from coca_hf.models.decoder import CocaConfig
 
 RIDGE = 1.0
@@ -68,12 +75,7 @@ def refit_outputs(
     )
     outputs = dict[str, Tensor]()
     for number in range(len(pairs)):
-        original, converted = pairs.load(number)
-        prefix = f"model.layers.{number}."
-        names = [name for name in fitted if name.startswith(prefix)]
-        converted.load_state_dict(
-            {name.removeprefix(prefix): fitted[name] for name in names}, strict=False
-        )
+        original, converted = pairs.load_fitted(number, fitted)
         if number in pairs.layout.converted:
             sums = Sums(pairs, original, converted)
             with sums.noting():
@@ -86,7 +88,8 @@ def refit_outputs(
                     lambda some, *_: sums.add(theirs[some], ours[some], at[some]),  # noqa: B023
                 )
             weight = converted.self_attn.o_proj.weight
-            name, file = f"{prefix}self_attn.o_proj.weight", f"refit-{number:05}.safetensors"
+            name = f"model.layers.{number}.self_attn.o_proj.weight"
+            file = f"refit-{number:05}.safetensors"
             outputs[name] = mapped(name, sums.solve(), folder / file)
             weight.data = outputs[name].to(weight)
         else:
@@ -119,9 +122,7 @@ class Sums:
 
     def __init__(self, pairs: LayerPairs, original: Any, converted: Any):
         self._pairs, self._converted = pairs, converted
-        self._attention: nn.Module = (
-            original.self_attn if hasattr(original, "self_attn") else original.attention
-        )
+        self._attention = attention_of(original)
         self._output = converted.self_attn.o_proj
         converted.self_attn.config._attn_implementation = ATTENTION
         self._scale = getattr(pairs.config, "residual_multiplier", 1.0)
