@@ -1,12 +1,14 @@
 """The three commands, and how they speak: results to stdout, everything else to stderr."""
 
 import gc
+import logging
 import os
 import re
 import sys
 import warnings
 from functools import partial
 from importlib import import_module, metadata
+from itertools import pairwise
 from typing import Any
 
 import typer
@@ -47,9 +49,12 @@ def run(module: str, extra: str) -> None:
     # With the default of 700 objects, looking for garbage takes a tenth of the time of imports
     gc.set_threshold(10_000)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # On processors with AVX-512 BF16 it asks everybody who imports it to install kernels
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     # transformers warns of its own names that it will drop
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     try:
+        _refuse_empty_words()
         sys.exit(import_module(module).app(standalone_mode=False) or 0)
     except BadOption as error:
         # Without any argument, typer has already printed the help
@@ -77,6 +82,15 @@ def run(module: str, extra: str) -> None:
     finally:
         # Otherwise the collector goes through all imports once more, and exiting takes a second
         gc.freeze()
+
+
+def _refuse_empty_words() -> None:
+    """Raises BadOption for `--out ""` and `--out=`, which would write into the current directory."""
+    for number, (before, word) in enumerate(pairwise(sys.argv), 1):
+        if not word or re.fullmatch("--[a-z-]+=", word):
+            option = word.removesuffix("=") or before
+            where = option if option.startswith("-") else f"argument {number}"
+            raise BadOption(f"{where}: got an empty word, expected a value; is a variable unset?")
 
 
 def _of_option(error: Any) -> str:

@@ -59,6 +59,7 @@ WRONG = {
     PERPLEXITY: "--data, --preset: got both or neither",
     "coca-eval passkey a --depths 1001": "--depths: got 1001, expected less than or equal to 1000",
     "coca-eval passkey a --lengths x --out b": "--lengths: got 'x', expected whole numbers",
+    "coca-eval report a --out=": "--out: got an empty word, expected a value; is a variable unset?",
     "coca-eval tasks a --out b": "--tasks, --ruler: got neither, expected at least one of them",
     "coca-eval tasks a --out b --ruler 1": "--ruler: got '1', expected whole numbers",
 }

@@ -38,6 +38,8 @@ from coca_hf.evaluate.rows import (
     Run,
     Setting,
     about_model,
+    failed_on,
+    is_beyond_positions,
     is_out_of_memory,
 )
 from coca_hf.evaluate.tables import NBSP, Measurement, Table, each_table
@@ -182,13 +184,13 @@ def _measure(models: list[Any], rope: Rope, settings: dict, progress: Progress) 
                     use_rope_(one.model, rope, length + warmup + repeats)
                     one.step = _step(one.model, mode, length, batch_size)
                 taken, peak = _timed(one.step, one.model)
-            except IndexError as failure:
-                error = f"the model failed on {length} tokens (IndexError: {failure})"
-                timings[place] = _Timing(one.model, error=error)
-            except (RuntimeError, MemoryError) as failure:
-                if not is_out_of_memory(failure):
+            except (IndexError, RuntimeError, MemoryError) as failure:
+                if is_out_of_memory(failure):
+                    error = f"OOM: {' '.join(str(failure).split())[:200]}"
+                elif is_beyond_positions(failure):
+                    error = failed_on(length, failure)
+                else:
                     raise
-                error = f"OOM: {' '.join(str(failure).split())[:200]}"
                 timings[place] = _Timing(one.model, error=error)
             else:
                 if number >= warmup:
@@ -196,8 +198,11 @@ def _measure(models: list[Any], rope: Rope, settings: dict, progress: Progress) 
                     one.peak = max(peak, one.peak or 0) if peak is not None else None
     for one in timings:
         if one.step and one.model.device.type != "cuda":
-            with suppress(IndexError):  # a further token may be beyond a model's positions
+            try:
                 one.peak = _resident_peak(one.step, one.model)
+            except (IndexError, RuntimeError) as failure:  # of a further token
+                if not is_beyond_positions(failure):
+                    raise
         one.step = None
         one.model.zero_grad(set_to_none=True)
         one.model.eval()

@@ -164,18 +164,24 @@ def test_path_that_cannot_be_used_is_refused_at_once(source, tmp_path, refusal, 
     assert sorted(tmp_path.iterdir()) == before
 
 
-EMPTY = {
-    "SRC": "got an empty name of a checkpoint, expected a directory, a file or a hub id",
-    "--adapter": "got an empty name of a checkpoint, expected a directory, a file or a hub id",
-    "--calibrate": "got an empty name of a source, expected a file, a directory, a glob of them or",
-}
-
-
-@pytest.mark.parametrize("option", EMPTY)
-def test_an_empty_name_is_refused(source, tmp_path, monkeypatch, refusal, option):
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    {
+        "src": "got an empty name of a checkpoint, expected a directory, a file or a hub id",
+        "adapter": "got an empty name of a checkpoint, expected a directory, a file or a hub id",
+        "calibrate_on": "got an empty name of a source, expected a file, a directory, a glob of them",
+    }.items(),
+)
+def test_an_empty_name_is_refused(source, tmp_path, monkeypatch, argument, message):
     monkeypatch.chdir(source)  # which an empty path would mean
-    words = ["", tmp_path / "dst"] if option == "SRC" else [source, tmp_path / "dst", option, ""]
-    assert EMPTY[option] in refusal(*words)
+    refuses(message, **({"src": source, "dst": tmp_path / "dst"} | {argument: ""}))
+    assert not (tmp_path / "dst").exists()
+
+
+def test_an_empty_word_of_a_command_is_refused(source, tmp_path, refusal):
+    said = "got an empty word, expected a value; is a variable unset?"
+    assert f"argument 1: {said}" in refusal("", tmp_path / "dst")
+    assert f"--calibrate: {said}" in refusal(source, tmp_path / "dst", "--calibrate", "")
     assert not (tmp_path / "dst").exists()
 
 

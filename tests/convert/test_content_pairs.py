@@ -120,7 +120,7 @@ def test_models_in_the_released_layout_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("option", "given"),
     [
-        *(("pairs", given) for given in ("x", "", "-1", "1.5", "3,4")),
+        *(("pairs", given) for given in ("x", "-1", "1.5", "3,4")),
         *(("layers", given) for given in ("3", "6:out", "x", "1,y")),
     ],
 )

@@ -264,7 +264,7 @@ OTHER_VALUES = {
     "auto": "got auto without --calibrate",
     "0 --calibrate": "got 0, expected auto, a number from 1, or a list of layers",
     "4 --calibrate": "got 4, expected at most the model's 3 layers",
-    **{given: f"got {given!r}, expected" for given in ("x", "1;2", "", "-1,0", "auto,1")},
+    **{given: f"got {given!r}, expected" for given in ("x", "1;2", "-1,0", "auto,1")},
 }
 
 
