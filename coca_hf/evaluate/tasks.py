@@ -5,6 +5,7 @@ paper's table 5 (`DIMENSIONS`); its numbers are not OpenCompass's own. `ruler` l
 RULER at those lengths: all of its tasks, or those named.
 """
 
+import glob
 import hashlib
 import itertools
 import json
@@ -70,7 +71,7 @@ class TasksRow(Row):
     filter: Setting[str | None]
     shots: Setting[int | None]  # null: the task's own
     limit: Setting[int | None]
-    data_hash: NotRequired[Identity[str | None]]  # of the files of your own tasks
+    data_hash: NotRequired[Identity[str | None]]  # of the files of your own tasks and their data
     seed: NotRequired[Identity[int]]
     stderr: NotRequired[float | None]  # null if the metric is not a mean over cases
     scored: NotRequired[int]  # cases
@@ -137,7 +138,7 @@ def task_rows(
             f"--ruler: got {min(run.lengths)}, expected at least {SHORTEST_RULER} tokens: in fewer, the "
             "questions of some tasks do not fit, and lm-eval looks for shorter ones without end"
         )
-    definitions = _files_hash(Path(include_path)) if include_path else None
+    definitions = _files_hash(include_path) if include_path else None
     wanted: list[tuple[str, int | None]] = [(name, None) for name in names if name not in of_ruler]
     wanted += itertools.product(of_ruler or [RULER], run.lengths)
 
@@ -219,14 +220,32 @@ def _measure(
     return [(defaults | result | shared, samples) for result, samples in found]
 
 
-def _files_hash(directory: Path) -> str:
-    """Sixteen hex digits of names, sizes and times of a directory's files, except .pyc files."""
-    found = (file for file in directory.rglob("*") if file.suffix != ".pyc")
+def _files_hash(include_path: str) -> str:
+    """Sixteen hex digits of the names, sizes and times of a directory's files, except .pyc files,
+    and of the local data sets that its tasks name.
+    """
+    directory, index = Path(include_path), _task_manager(include_path).task_index
+    found = {file for file in directory.rglob("*") if file.suffix != ".pyc"}
+    for entry in index.values():
+        if entry.yaml_path and Path(entry.yaml_path).is_relative_to(directory):
+            data_set = [entry.cfg.get("dataset_path"), entry.cfg.get("dataset_kwargs")]
+            for path in map(Path, itertools.chain(*map(glob.iglob, _texts_in(data_set)))):
+                found |= {path, *path.rglob("*")}
     facts = []
     for file in sorted(file for file in found if file.is_file()):
-        name, stat = str(file.relative_to(directory)), file.stat()
+        inside, stat = file.is_relative_to(directory), file.stat()
+        name = str(file.relative_to(directory)) if inside else file.name
         facts.append((name, stat.st_size, stat.st_mtime_ns))
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def _texts_in(tree: Any) -> Iterator[str]:
+    """The texts among the values of nested lists and mappings."""
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, dict | list):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from _texts_in(value)
 
 
 @contextmanager

@@ -260,14 +260,21 @@ def test_a_tag_is_its_tasks_and_a_group_without_a_metric_is_refused_before_a_run
         parse_tasks("both", str(tmp_path))
 
 
-def test_own_tasks_are_measured_again_when_they_change(coca, task_dir, tmp_path):
-    mine = shutil.copytree(task_dir, tmp_path / "tasks")
+@pytest.mark.parametrize("changed", ["the task", "its data elsewhere"])
+def test_own_tasks_are_measured_again_when_they_change(coca, task_dir, tmp_path, changed):
+    mine, elsewhere = shutil.copytree(task_dir, tmp_path / "tasks"), tmp_path / "rows.jsonl"
+    shutil.move(mine / "rows.jsonl", elsewhere)
+    task = mine / "coca_likelihood.yaml"
+    task.write_text(task.read_text().replace(str(task_dir / "rows.jsonl"), str(elsewhere)))
 
     arguments = (coca, NAMES[:1], tmp_path / "out", mine)
     first = measured(*arguments)
     assert measured(*arguments) == first
-    file = mine / "coca_likelihood.yaml"
-    file.write_text(file.read_text().replace("{{target}}", "{{context}}"))
+    file, old, new = {
+        "the task": (task, "{{target}}", "{{context}}"),
+        "its data elsewhere": (elsewhere, '"target": "', '"target": "not '),
+    }[changed]
+    file.write_text(file.read_text().replace(old, new))
     tasks._task_manager.cache_clear()
     assert measured(*arguments)[0]["value"] != first[0]["value"]
 
