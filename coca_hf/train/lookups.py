@@ -9,8 +9,9 @@ perplexity but not retrieval. A block of this source asks often, within text of 
              differ in one word
     lists    of random keys and values, some of which are asked for, in the list or after it
 
-The tokens that a lookup predicts, the answers, are marked; a stage's `answer_weight` adds their
-loss once more. A block depends only on its text and its random generator.
+In one block of eight the text is random tokens, too: otherwise a model may learn to look things up
+within text only. The tokens that a lookup predicts, the answers, are marked; a stage's `answer_weight`
+adds their loss once more. A block depends only on its text and its random generator.
 
 No wording here is one that our measurements use (`tests/train/test_lookups.py` checks runs of five
 words), so a model that is trained on these has not seen the questions that it is measured with. A
@@ -29,6 +30,8 @@ from transformers import PreTrainedTokenizerBase
 
 from coca_hf.errors import CocaError
 
+RANDOM_TEXT = 0.125  # share of blocks in which the text, too, is random tokens
+RANDOM_PASSAGES = 0.35  # of all passages; the others are of the text
 SHORTEST_PASSAGE = 8  # tokens
 MOST_PASSAGES = 16
 FACT_TOKENS = 48  # what a fact and its questions take, roughly
@@ -80,6 +83,8 @@ class Lookups:
 
     def block(self, text: Sequence[int], draw: random.Random) -> MarkedTokens:
         """A block of `len(text)` tokens: lookups, and as much of the text as there is room for."""
+        if draw.random() < RANDOM_TEXT:
+            text = self._random(len(text), draw)
         # Passages come from the end of the text, and the text between lookups from its start
         spare = list(text)
         makers = [self._copies, self._facts, self._list]
@@ -92,9 +97,10 @@ class Lookups:
         """Passages and their copies, about `room` tokens together."""
         lookups: list[Lookup] = []
         while room >= 2 * SHORTEST_PASSAGE and len(lookups) < MOST_PASSAGES:
-            length = _log_uniform(SHORTEST_PASSAGE, room // 2, draw)
-            if draw.random() < 0.5:
-                passage = draw.choices(self._ordinary, k=length)
+            # Half of them are long: reading a whole passage again is learnt from those
+            length = draw.choice((_log_uniform, _uniform))(SHORTEST_PASSAGE, room // 2, draw)
+            if draw.random() < RANDOM_PASSAGES:
+                passage = self._random(length, draw)
             else:
                 passage = spare[-length:]
                 del spare[-length:]
@@ -106,6 +112,9 @@ class Lookups:
                 said, again = _joined([said, *again]), []
             lookups.append(Lookup(said, again))
         return lookups
+
+    def _random(self, count: int, draw: random.Random) -> list[int]:
+        return draw.choices(self._ordinary, k=count)
 
     def _facts(self, room: int, spare: list[int], draw: random.Random) -> list[Lookup]:
         """Facts of one relation and their questions; no two facts have the same noun and owner."""
@@ -232,6 +241,10 @@ def _fitting(lengths: Iterable[int], room: int) -> int:
 
 def _log_uniform(least: int, most: int, draw: random.Random) -> int:
     return min(most, int(least * ((most + 1) / least) ** draw.random()))
+
+
+def _uniform(least: int, most: int, draw: random.Random) -> int:
+    return draw.randint(least, most)
 
 
 def _is_word(text: str) -> bool:

@@ -53,9 +53,18 @@ def test_a_block_has_the_length_of_its_text_and_most_lengths_have_answers(block)
         assert length == 13 or sum(any(piece.answers) for piece in pieces) > 20
 
 
-@pytest.mark.parametrize(("seed", "length"), [(575, 64), (1084, 128), (1548, 128)])
+@pytest.mark.parametrize(("seed", "length"), [(1202, 64), (1802, 64), (5608, 128)])
 def test_lookups_for_which_a_short_block_has_no_room_are_left_out(block, text, seed, length):
     assert block(seed, length) == (text[:length], [False] * length)
+
+
+def test_some_blocks_are_random_throughout_and_many_read_a_long_passage_again(block, text):
+    blocks = [block(seed) for seed in range(200)]
+    distinct = [len({*piece.ids}) for piece in blocks]
+    assert 0.06 < sum(count > 200 for count in distinct) / 200 < 0.25
+    of_text = "".join(map(chr, text))
+    long = [any(len(run) > 200 and run in of_text for run, _ in marked(each)) for each in blocks]
+    assert sum(long) / 200 > 0.1
 
 
 def test_a_block_is_fixed_by_its_text_and_its_seed(block):
