@@ -84,7 +84,7 @@ class Lookups:
     def block(self, text: Sequence[int], draw: random.Random) -> MarkedTokens:
         """A block of `len(text)` tokens: lookups, and as much of the text as there is room for."""
         if draw.random() < RANDOM_TEXT:
-            text = self._random(len(text), draw)
+            text = self._random_tokens(len(text), draw)
         # Passages come from the end of the text, and the text between lookups from its start
         spare = list(text)
         makers = [self._copies, self._facts, self._list]
@@ -97,10 +97,12 @@ class Lookups:
         """Passages and their copies, about `room` tokens together."""
         lookups: list[Lookup] = []
         while room >= 2 * SHORTEST_PASSAGE and len(lookups) < MOST_PASSAGES:
-            # Half of them are long: reading a whole passage again is learnt from those
-            length = draw.choice((_log_uniform, _uniform))(SHORTEST_PASSAGE, room // 2, draw)
+            # Reading a whole passage again is learnt from long ones
+            least, most = SHORTEST_PASSAGE, room // 2
+            is_short = draw.choice((True, False))
+            length = _log_uniform(least, most, draw) if is_short else draw.randint(least, most)
             if draw.random() < RANDOM_PASSAGES:
-                passage = self._random(length, draw)
+                passage = self._random_tokens(length, draw)
             else:
                 passage = spare[-length:]
                 del spare[-length:]
@@ -113,7 +115,7 @@ class Lookups:
             lookups.append(Lookup(said, again))
         return lookups
 
-    def _random(self, count: int, draw: random.Random) -> list[int]:
+    def _random_tokens(self, count: int, draw: random.Random) -> list[int]:
         return draw.choices(self._ordinary, k=count)
 
     def _facts(self, room: int, spare: list[int], draw: random.Random) -> list[Lookup]:
@@ -241,10 +243,6 @@ def _fitting(lengths: Iterable[int], room: int) -> int:
 
 def _log_uniform(least: int, most: int, draw: random.Random) -> int:
     return min(most, int(least * ((most + 1) / least) ** draw.random()))
-
-
-def _uniform(least: int, most: int, draw: random.Random) -> int:
-    return draw.randint(least, most)
 
 
 def _is_word(text: str) -> bool:
