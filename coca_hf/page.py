@@ -55,7 +55,10 @@ class Key:
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over `xs`, or None. `band`: the low and the high end of the spread at each x."""
+    """Values over `xs`, or None. `band`: the low and the high end of the spread at each x.
+
+    A value that is None, no number or beyond `FAR` is a cross at the upper edge.
+    """
 
     key: Key
     xs: list[float]
@@ -68,8 +71,7 @@ class Plot:
     """Curves over one x axis.
 
     y_scale: log, linear, zero (linear from 0) or share (0 to 1). ticks: of the x axis, by default
-    every x. A value that is None is a cross at the upper edge. borders: places on the x axis, and
-    the name of what begins there.
+    every x. borders: places on the x axis, and the name of what begins there.
     """
 
     curves: list[Curve]

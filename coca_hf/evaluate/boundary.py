@@ -436,8 +436,8 @@ def _decay_figure(table: Table, decays: Lines) -> Figure:
         by_distance: dict[int, list[float]] = {}
         for line in lines:
             by_distance.setdefault(line["distance"], []).append(line[bound])
-        means = {float(s): float(np.mean(some)) for s, some in sorted(by_distance.items()) if s}
-        points[name] = [(s, mean if math.isfinite(mean) else None) for s, mean in means.items()]
+        means = {s: float(np.mean(some)) for s, some in sorted(by_distance.items()) if s}
+        points[name] = means.items()
     return table.figure(
         "boundary-decay",
         "Upper bound of the attention score against the distance of query and key.",

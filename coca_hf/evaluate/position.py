@@ -142,13 +142,9 @@ def _parts(table: Table) -> Iterator[Part]:
         sums: dict[int, list[dict]] = {}
         for bucket in buckets:
             sums.setdefault(bucket["first"], []).append(bucket)
-        means = {
-            float(first + table.rows[0]["bucket"]): nats_per_token(sums[first])
-            for first in sorted(sums)
-        }
         points[name] = [
-            (end, mean if mean is not None and math.isfinite(mean) else None)
-            for end, mean in means.items()
+            (float(first + table.rows[0]["bucket"]), nats_per_token(some))
+            for first, some in sorted(sums.items())
         ]
     if points:
         yield table.figure(

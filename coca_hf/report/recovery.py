@@ -67,14 +67,14 @@ class Line(BaseModel):
 
 
 class Point(NamedTuple):
-    """A loss in nats per token.
+    """A loss in nats per token; None for a bad first step.
 
     seconds: of calibration and of training, earlier stages included; None in old logs.
     """
 
     tokens: int
     seconds: float | None
-    loss: float
+    loss: float | None
 
 
 @dataclass
@@ -143,8 +143,8 @@ def _figure(name: str, recoveries: Sequence[Recovery], axis: str, x_label: str) 
             points = [point for point in all_points if getattr(point, axis) is not None]
             if points:
                 key = Key(f"{run.name}, {kind}", number, style, marked=not style)
-                losses = [point.loss if math.isfinite(point.loss) else None for point in points]
-                curves.append(Curve(key, [getattr(point, axis) for point in points], losses))
+                xs = [getattr(point, axis) for point in points]
+                curves.append(Curve(key, xs, [point.loss for point in points]))
         for stage in run.stages if len(recoveries) == 1 else ():
             if points := stage.held_out or stage.training:
                 borders.append((getattr(points[0], axis) or 0, stage.name))
@@ -203,8 +203,7 @@ def _read_stage(directory: Path, seconds: float) -> StageCurve:
         line = _parsed(text, Line, f"{where}: got no line of coca-train's", remedy)
         points = stage.training if line.held_out_loss is None else stage.held_out
         passed = None if line.seconds is None else seconds + line.seconds
-        loss = math.nan if line.loss is None else line.loss
-        points.append(Point(line.tokens_seen, passed, loss))
+        points.append(Point(line.tokens_seen, passed, line.loss))
     if (directory / RECORD).is_file():
         stage.record = _read_record(directory / RECORD, Record)
     return stage

@@ -14,7 +14,7 @@ from coca_hf.errors import CocaError
 from coca_hf.evaluate.measurements import MEASUREMENTS
 from coca_hf.evaluate.rows import Count, Identity, Row, Setting
 from coca_hf.evaluate.tables import Measurement
-from coca_hf.page import Curve, Key, Plot, markdown
+from coca_hf.page import FAR, Curve, Key, Plot, markdown
 from coca_hf.report import read_page, read_tables, tables_markdown, write_report
 from coca_hf.report.plots import COLORS, CSS_NAMES, PAPER, draw, look, to_svg
 from tests.report.made import row, with_raw, write_rows
@@ -159,6 +159,13 @@ def test_twice_as_many_models_as_colours_look_different(marked):
         for one in looks
     }
     assert len(seen) == len(looks)
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, 2 * FAR])
+def test_a_value_that_cannot_be_drawn_is_a_cross_at_the_upper_edge(value):
+    plot = Plot([Curve(Key("model"), [512, 1024], [3.0, value])], "loss")
+    _, crosses = draw(plot, 5, 3, False).axes[0].lines
+    assert (crosses.get_marker(), crosses.get_xydata().tolist()) == ("x", [[1024, 1.0]])
 
 
 @pytest.mark.parametrize(("points", "markers"), [(8, 8), (200, 10)])
