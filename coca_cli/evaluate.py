@@ -158,12 +158,13 @@ class ModelOptions:
             check_rope(loaded.model, setting)
         return loaded
 
-    def make(self, run, measurement, yielded: Iterable[dict], new_tokens: int = 0) -> None:
+    def make(self, run, yielded: Iterable[dict], new_tokens: int = 0) -> None:
         """Make the rows of a run, on all processes of `accelerate launch`, and print them.
 
         new_tokens: of an answer, for the warning that RoPE settings do not reach the lengths.
         """
         from coca_hf.evaluate.loaded_model import processes, warn_beyond_trained
+        from coca_hf.evaluate.measurements import MEASUREMENTS
         from coca_hf.evaluate.progress import Progress
         from coca_hf.evaluate.rows import made_otherwise
         from coca_hf.evaluate.tables import results_table
@@ -172,7 +173,7 @@ class ModelOptions:
         with Progress(console) as run.progress:
             rows = list(yielded)
         if processes().is_main_process:
-            PlainConsole().print(results_table(measurement, rows))
+            PlainConsole().print(results_table(MEASUREMENTS[rows[0]["task"]], rows))
             say(f"rows: {self.out / 'rows.jsonl'}")
             say(f"next: coca-eval report {self.out} --out {self.out / 'page'}")
             if note := made_otherwise(rows):
@@ -265,12 +266,12 @@ def perplexity_command(
     Each token is scored once and counts the same.
     """
     from coca_hf.evaluate.loaded_model import check_choice
-    from coca_hf.evaluate.perplexity import MEASUREMENT, VARIANTS, perplexity_rows
+    from coca_hf.evaluate.perplexity import VARIANTS, perplexity_rows
 
     check_choice("--variant", variant, VARIANTS)
     run, kind = options.load(lengths, batch_size), VARIANTS[variant]
     sample = texts.draw(run, special_tokens=kind.special_tokens)
-    options.make(run, MEASUREMENT, perplexity_rows(run, sample, stride or kind.stride, variant))
+    options.make(run, perplexity_rows(run, sample, stride or kind.stride, variant))
 
 
 @app.command("position-loss")
@@ -286,10 +287,10 @@ def position_command(
 
     It shows the index from which on the model no longer uses its context.
     """
-    from coca_hf.evaluate.position import MEASUREMENT, position_rows
+    from coca_hf.evaluate.position import position_rows
 
     run = options.load(lengths, batch_size)
-    options.make(run, MEASUREMENT, position_rows(run, texts.draw(run), bucket))
+    options.make(run, position_rows(run, texts.draw(run), bucket))
 
 
 @app.command("passkey")
@@ -306,12 +307,12 @@ def passkey_command(
 ) -> None:
     """Share of numbers that the model finds in irrelevant text of up to each length."""
     from coca_hf.evaluate.loaded_model import check_choice
-    from coca_hf.evaluate.passkey import MEASUREMENT, VARIANTS, passkey_rows
+    from coca_hf.evaluate.passkey import VARIANTS, passkey_rows
 
     check_choice("--variant", variant, VARIANTS)
     run = options.load(lengths, batch_size)
     rows = passkey_rows(run, cases, new_tokens, seed, variant, depths)
-    options.make(run, MEASUREMENT, rows, new_tokens or VARIANTS[variant].new_tokens)
+    options.make(run, rows, new_tokens or VARIANTS[variant].new_tokens)
 
 
 @app.command("boundary")
@@ -323,10 +324,10 @@ def boundary_command(
     pairs: Annotated[int, typer.Option(min=1, help=PAIRS)] = 1024,
 ) -> None:
     """Angle between query and key before rotation, and where scores rise with distance."""
-    from coca_hf.evaluate.boundary import MEASUREMENT, boundary_rows
+    from coca_hf.evaluate.boundary import boundary_rows
 
     run = options.load(lengths)
-    options.make(run, MEASUREMENT, boundary_rows(run, texts.draw(run), pairs, texts.seed))
+    options.make(run, boundary_rows(run, texts.draw(run), pairs, texts.seed))
 
 
 @app.command("copying")
@@ -342,12 +343,12 @@ def copying_command(
 
     It shows whether the model can look up what it has read.
     """
-    from coca_hf.evaluate.copying import MEASUREMENT, copying_rows
+    from coca_hf.evaluate.copying import copying_rows
 
     run, sample = options.load(lengths, batch_size), None
     if texts.given:
         sample = texts.draw(run, max(lengths) // 2, special_tokens=False)
-    options.make(run, MEASUREMENT, copying_rows(run, cases, texts.seed, sample))
+    options.make(run, copying_rows(run, cases, texts.seed, sample))
 
 
 @app.command("recall")
@@ -361,10 +362,10 @@ def recall_command(
     batch_size: BatchSize = "auto",
 ) -> None:
     """Share of values that the model finds by their keys in a list spread over each length."""
-    from coca_hf.evaluate.recall import MEASUREMENT, recall_rows
+    from coca_hf.evaluate.recall import recall_rows
 
     run = options.load(lengths, batch_size)
-    options.make(run, MEASUREMENT, recall_rows(run, cases, pairs, seed))
+    options.make(run, recall_rows(run, cases, pairs, seed))
 
 
 @app.command("attention-maps")
@@ -376,11 +377,11 @@ def attention_maps_command(
     baseline: Annotated[str, typer.Option(help=ORIGINAL, show_default=False)],
 ) -> None:
     """Divergence of every head's attention from that of the original model."""
-    from coca_hf.evaluate.attention_maps import MEASUREMENT, attention_map_rows
+    from coca_hf.evaluate.attention_maps import attention_map_rows
 
     run = options.load(lengths)
     original = options.load_one(baseline, run.ropes)
-    options.make(run, MEASUREMENT, attention_map_rows(run, original, texts.draw(run)))
+    options.make(run, attention_map_rows(run, original, texts.draw(run)))
 
 
 @app.command("layers")
@@ -394,12 +395,12 @@ def layers_command(
     batch_size: BatchSize = "auto",
 ) -> None:
     """Harm of converting each layer, and which layers to keep first."""
-    from coca_hf.evaluate.layers import MEASUREMENT, layer_rows
+    from coca_hf.evaluate.layers import layer_rows
 
     run = options.load(lengths, batch_size)
     other = options.load_one(original, run.ropes)
     sample = texts.draw(run, special_tokens=False)
-    options.make(run, MEASUREMENT, layer_rows(run, other, sample, cases, texts.seed))
+    options.make(run, layer_rows(run, other, sample, cases, texts.seed))
 
 
 @app.command("tasks")
@@ -418,11 +419,11 @@ def tasks_command(
         raise BadOption("--tasks, --ruler: got neither, expected at least one of them")
     if include_path is not None and not tasks:
         raise BadOption("--include-path: got it without --tasks, expected the names of your tasks")
-    from coca_hf.evaluate.tasks import MEASUREMENT, parse_tasks, task_rows
+    from coca_hf.evaluate.tasks import parse_tasks, task_rows
 
     names = parse_tasks(tasks, include_path) if tasks else []
     run = options.load(ruler, batch_size)
-    options.make(run, MEASUREMENT, task_rows(run, names, shots, limit, include_path))
+    options.make(run, task_rows(run, names, shots, limit, include_path))
 
 
 @app.command("speed")
@@ -440,13 +441,13 @@ def speed_command(
     """Time and memory of prefill, decoding and a training step at each length."""
     if baseline_name is not None and baseline is None:
         raise BadOption(f"--baseline-name: got {baseline_name!r} without --baseline, expected both")
-    from coca_hf.evaluate.speed import MEASUREMENT, parse_modes, speed_rows
+    from coca_hf.evaluate.speed import parse_modes, speed_rows
 
     chosen = parse_modes(modes)
     run, other = options.load(lengths, batch_size), None
     if baseline is not None:
         other = options.load_one(baseline, run.ropes, baseline_name)
-    options.make(run, MEASUREMENT, speed_rows(run, other, chosen, repeats, warmup))
+    options.make(run, speed_rows(run, other, chosen, repeats, warmup))
 
 
 @app.command("inspect")
