@@ -62,7 +62,7 @@ PRESETS: dict[str, dict] = {
         "min_bytes": 32_000,
     },
 }
-OF_ALL = {"split": "test", "column": "text", "min_tokens": 32768, "max_tokens": 32768}
+OF_ALL = {"min_tokens": 32768, "max_tokens": 32768, "skip_short": True}
 
 
 def check_preset(name: str) -> dict:
@@ -71,7 +71,7 @@ def check_preset(name: str) -> dict:
     Raises CocaError for an unknown name.
     """
     check_choice("--preset", name, PRESETS)
-    return OF_ALL | PRESETS[name] | {"skip_short": True}
+    return OF_ALL | PRESETS[name]
 
 
 def draw_sample(
