@@ -21,12 +21,9 @@ import argparse
 import json
 import math
 import os
-import platform
 import sys
 import tempfile
 import time
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -39,6 +36,7 @@ from coca_hf.evaluate.loaded_model import LoadedModel, Rope, load_model
 from coca_hf.evaluate.perplexity import perplexity_rows
 from coca_hf.evaluate.rows import RowStore, Run, command_line
 from coca_hf.evaluate.sample import Sample, draw_sample
+from coca_hf.provenance import now, versions
 
 LARGEST_DIFFERENCE = 1e-3
 SECOND_WINDOW = 256  # tokens that it scores
@@ -73,22 +71,10 @@ def main() -> int:
     done = {(row["length"], other) for row in rows for other in others if other in row}
 
     def add(length: int, stride: int, row: dict, against: str, value: float, began: float) -> None:
-        rows.append(
-            {
-                **{
-                    "length": length,
-                    "stride": stride,
-                    "books": row["documents"],
-                    "tokens": row["tokens"],
-                },
-                **{
-                    "coca-eval": row["value"],
-                    against: value,
-                    "difference": row["value"] / value - 1,
-                },
-                "seconds": round(time.perf_counter() - began),
-            }
-        )
+        one = {"length": length, "stride": stride, "books": row["documents"]}
+        one |= {"tokens": row["tokens"], "coca-eval": row["value"], against: value}
+        one |= {"difference": row["value"] / value - 1}
+        rows.append(one | {"seconds": round(time.perf_counter() - began)})
         print(json.dumps(rows[-1]), flush=True)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result(rows, loaded, row), indent=1) + "\n")
@@ -168,8 +154,6 @@ def rolling_perplexity(model: HFLM, sample: Sample) -> float:
 
 
 def result(rows: list[dict], loaded: LoadedModel, row: dict) -> dict:
-    versions = {name: version(name) for name in PACKAGES}
-    versions["python"] = platform.python_version()
     return {
         "task": "perplexity-check",
         "model": loaded.name,
@@ -179,8 +163,8 @@ def result(rows: list[dict], loaded: LoadedModel, row: dict) -> dict:
         "rows": rows,
         "command": f"python scripts/{command_line()}",
         "hardware": f"{row['device']} of {os.cpu_count()} cores",
-        "versions": versions,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": versions(*PACKAGES),
+        "date": now(),
     }
 
 
