@@ -34,9 +34,7 @@ KERNELS = {
 
 
 def main() -> None:
-    parser = measure.arguments(
-        __doc__, "llama-7b" if DEVICE == "cuda" else "smollm2-135m", [2048, 8192, 32768]
-    )
+    parser = measure.arguments(__doc__, [2048, 8192, 32768])
     parser.add_argument(
         "--mode",
         choices=["both", "forward", "fold"],

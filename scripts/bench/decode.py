@@ -55,9 +55,7 @@ KERNELS = {
 
 
 def main() -> None:
-    parser = measure.arguments(
-        __doc__, "llama-7b" if DEVICE == "cuda" else "smollm2-135m", [8192, 32768], repeats=20
-    )
+    parser = measure.arguments(__doc__, [8192, 32768], repeats=20)
     parser.add_argument(
         "--what", choices=["attention", "step", "generate", "tune"], default="attention"
     )

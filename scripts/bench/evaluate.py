@@ -23,9 +23,7 @@ from coca_hf.evaluate.rows import Batches, NoValue
 
 
 def main() -> None:
-    parser = measure.arguments(
-        __doc__, "350m" if DEVICE == "cuda" else "smollm2-135m", [32768], repeats=3, warmup=1
-    )
+    parser = measure.arguments(__doc__, [32768], shape="350m", repeats=3, warmup=1)
     parser.add_argument("--model", help="a checkpoint, instead of random weights of the shape")
     parser.add_argument("--documents", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=32768 + 1024, help="of a document")

@@ -33,9 +33,7 @@ from coca_hf.models.reference import use_reference_
 
 
 def main() -> None:
-    parser = measure.arguments(
-        __doc__, "llama-7b" if DEVICE == "cuda" else "smollm2-135m", [2048, 8192, 32768]
-    )
+    parser = measure.arguments(__doc__, [2048, 8192, 32768])
     parser.add_argument("--attention", default="sdpa", help="of transformers")
     parser.add_argument("--constraints", nargs="+", choices=["slack", "strict"], default=["slack"])
     options = parse(parser)

@@ -32,7 +32,7 @@ TRAINED = {"t": ("t_proj", "k_proj"), "qkv": ("q_proj", "t_proj", "k_proj", "v_p
 
 
 def main() -> None:
-    parser = measure.arguments(__doc__, "llama-7b" if DEVICE == "cuda" else "smollm2-135m", [2048])
+    parser = measure.arguments(__doc__, [2048])
     parser.add_argument(
         "--layers", type=int, nargs=2, default=[2, 6], help="two depths; the rows are of the second"
     )
