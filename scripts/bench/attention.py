@@ -12,7 +12,8 @@ kernel that PyTorch chooses, or with the one named. One layer's heads, batch 1.
 """
 
 import contextlib
-import functools
+import itertools
+from functools import partial
 
 import measure
 import torch
@@ -55,7 +56,7 @@ def main() -> None:
         **{"CPU ms": ("cpu_seconds", 1e3), "GiB added": ("peak_bytes", 2**-30)},
         **{"x contraction": "over_contraction", "x LLaMA": "over_llama", "error": "error"},
     }
-    measured = functools.partial(measure_length, options=options)
+    measured = partial(measure_length, options=options)
     run_all("attention-bench", options.mode, columns, measured, options, options.lengths)
 
 
@@ -87,9 +88,8 @@ def measure_length(length: int, options) -> list[dict]:
     def attend(
         query: Tensor, key: Tensor, value: Tensor, kernel: str, scaling: float = head_dim**-0.5
     ) -> Tensor:
-        chosen = sdpa_kernel(KERNELS[kernel]) if kernel in KERNELS else contextlib.nullcontext()
         grouped = {"enable_gqa": True} if heads != kv_heads else {}
-        with chosen:
+        with sdpa_kernel(KERNELS[kernel]) if kernel in KERNELS else contextlib.nullcontext():
             return scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scaling, **grouped
             )
@@ -118,26 +118,18 @@ def measure_length(length: int, options) -> list[dict]:
     }
     if DEVICE in FOLDS:
         folds["fused"] = FOLDS[DEVICE]
-    forwards = {}
     if options.mode == "fold":
-        forwards["LLaMA rotation"] = lambda i: llama(i, "none")
+        forwards = {"LLaMA rotation": partial(llama, kernel="none")}
+        kernels = dict.fromkeys(folds, ("none",))
     else:
-        forwards["contraction"] = contraction
-        forwards |= {
-            f"LLaMA {kernel}": lambda i, kernel=kernel: llama(i, kernel)
-            for kernel in ["sdpa", *KERNELS]
-        }
-    for constraint in ("slack", "strict"):
-        for name, fold in folds.items():
-            for kernel in (
-                ["none"]
-                if options.mode == "fold"
-                else ["sdpa", *KERNELS]
-                if name == "plain"
-                else ["sdpa"]
-            ):
-                label = f"CoCA {constraint} {name}" + ("" if kernel == "none" else f" {kernel}")
-                forwards[label] = lambda i, *rest, f=fold, c=constraint, k=kernel: coca(i, f, c, k)
+        all_kernels = ("sdpa", *KERNELS)
+        forwards = {"contraction": contraction}
+        forwards |= {f"LLaMA {kernel}": partial(llama, kernel=kernel) for kernel in all_kernels}
+        kernels = dict.fromkeys(folds, ("sdpa",)) | {"plain": all_kernels}
+    for constraint, (name, fold) in itertools.product(("slack", "strict"), folds.items()):
+        for kernel in kernels[name]:
+            label = f"CoCA {constraint} {name}" + ("" if kernel == "none" else f" {kernel}")
+            forwards[label] = partial(coca, fold=fold, constraint=constraint, kernel=kernel)
     forwards = {
         name: f for name, f in forwards.items() if any(part in name for part in options.only)
     }

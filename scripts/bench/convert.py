@@ -30,6 +30,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from coca_hf.convert.calibrate import STEPS
 
 CONVERT = "import sys; from coca_cli.main import convert; sys.argv[0] = 'coca-convert'; convert()"
+MACHINE = {  # beside what `write` says of it
+    "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
+}
 
 
 def main() -> None:
@@ -99,11 +103,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict:
         ],
         "peak_rss_bytes": max(row["rss_bytes"] for row in peaks),
         "peak_anonymous_bytes": max(row["anonymous_bytes"] for row in peaks),
-        "hardware": {
-            "sha_ni": " sha_ni " in Path("/proc/cpuinfo").read_text(),
-            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
-        },
+        "hardware": {"sha_ni": " sha_ni " in Path("/proc/cpuinfo").read_text(), **MACHINE},
     }
 
 
@@ -139,10 +139,7 @@ def measure_calibration(folder: Path, options: argparse.Namespace) -> dict:
         "projected_seconds_per_layer": projected,
         "projected_hours": sum(projected.values()) * all_layers / 3600,
         "projected_hours_of_processor": sum(projected.values()) * busy * all_layers / 3600,
-        "hardware": {
-            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
-        },
+        "hardware": MACHINE,
     }
 
 

@@ -11,6 +11,7 @@ the logits of scored positions only and adds up their losses in pieces. Token id
 the weights without `--model`.
 """
 
+import functools
 import math
 
 import measure
@@ -35,11 +36,8 @@ def main() -> None:
     if options.smoke:
         options.tokens, options.stride, options.model = 90, 16, None
     if options.model:
-        model = (
-            AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
-            .to(DEVICE)
-            .eval()
-        )
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
+        model = model.to(DEVICE).eval()
     else:
         model = make_model("CoCA slack", options.shape, options.dtype)
     documents = [torch.randint(97, (options.tokens,)) for _ in range(options.documents)]
@@ -51,14 +49,11 @@ def main() -> None:
     }
     about = f"documents of {options.tokens}, stride {options.stride}"
     title = f"perplexity, {options.model or 'random weights'}, {about}"
-
-    def measured(length: int) -> list[dict]:
-        return measure_length(model, documents, length, options)
-
+    measured = functools.partial(measure_length, model=model, documents=documents, options=options)
     run_all("evaluate-bench", title, columns, measured, options, options.lengths)
 
 
-def measure_length(model, documents: list[torch.Tensor], length: int, options) -> list[dict]:
+def measure_length(length: int, model, documents: list[torch.Tensor], options) -> list[dict]:
     windows = VARIANTS["yarn"].windows([len(ids) for ids in documents], length, options.stride, [])
     scored = sum(window.scored_len for window in windows)
     means: dict[str, list[float]] = {}

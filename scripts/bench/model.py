@@ -12,6 +12,7 @@ float32, because correctness does not depend on the rounding of 32 random layers
 """
 
 import copy
+import functools
 
 import measure
 import torch
@@ -47,18 +48,9 @@ def main() -> None:
         **{"tokens/s": "tokens_per_second", "x LLaMA": "over_llama"},
         **{"x LLaMA, CPU time": "over_llama_cpu", "peak GiB": ("total_bytes", 2**-30)},
     }
-
-    def measured(length: int) -> list[dict]:
-        return measure_length(length, models, errors, options)
-
-    run_all(
-        "prefill-bench",
-        f"prefill, {options.attention}",
-        columns,
-        measured,
-        options,
-        options.lengths,
-    )
+    measured = functools.partial(measure_length, models=models, errors=errors, options=options)
+    title = f"prefill, {options.attention}"
+    run_all("prefill-bench", title, columns, measured, options, options.lengths)
 
 
 def check_model(name: str, model) -> float:
@@ -75,14 +67,11 @@ def check_model(name: str, model) -> float:
 def measure_length(length: int, models: dict, errors: dict, options) -> list[dict]:
     ids = [torch.randint(97, (1, length), device=DEVICE) for _ in range(4)]
 
-    def prefill(model):
-        @torch.inference_mode()
-        def run(i: int) -> None:
-            model(input_ids=ids[i % 4], use_cache=False, logits_to_keep=1)
+    @torch.inference_mode()
+    def prefill(i: int, model) -> None:
+        model(input_ids=ids[i], use_cache=False, logits_to_keep=1)
 
-        return run
-
-    rivals = {name: prefill(model) for name, model in models.items()}
+    rivals = {name: functools.partial(prefill, model=model) for name, model in models.items()}
     if DEVICE in FOLDS:
 
         def plain(i: int) -> None:
