@@ -27,6 +27,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -120,16 +121,12 @@ def main() -> None:
             options.checkpoint, checkpoint, options.config, alone=options.load == "self-contained"
         )
         expected, lengths = complete_with_transformers(checkpoint, options.tokens)
-        with server(
-            options.venv, checkpoint, options.load, log, max(lengths) + options.tokens
-        ) as url:
-            one_by_one = [complete_with_vllm(url, prompt, options.tokens) for prompt in PROMPTS]
+        max_len = max(lengths) + options.tokens
+        with server(options.venv, checkpoint, options.load, log, max_len) as url:
+            complete = partial(complete_with_vllm, url, num_tokens=options.tokens)
+            one_by_one = [complete(prompt) for prompt in PROMPTS]
             with ThreadPoolExecutor(len(PROMPTS)) as pool:
-                at_once = list(
-                    pool.map(
-                        lambda prompt: complete_with_vllm(url, prompt, options.tokens), PROMPTS
-                    )
-                )
+                at_once = list(pool.map(complete, PROMPTS))
         if "Using Transformers modeling backend" not in log.read_text(errors="replace"):
             sys.exit(
                 "error: the server's log does not say that it runs the Transformers backend, which "
@@ -216,29 +213,11 @@ def server(venv: Path, checkpoint: Path, load: str, log: Path, max_len: int) -> 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [
-        *(str(venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"),
-        *(
-            "--model",
-            str(checkpoint),
-            "--served-model-name",
-            "coca",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-        ),
-        *(
-            "--dtype",
-            "float32",
-            "--max-model-len",
-            str(max_len),
-            "--enforce-eager",
-            "--generation-config",
-            "vllm",
-        ),
-        *(("--trust-remote-code",) if load == "self-contained" else ()),
-    ]
+    command = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(checkpoint), "--served-model-name", "coca", "--dtype", "float32"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(max_len)]
+    command += ["--enforce-eager", "--generation-config", "vllm"]
+    command += ["--trust-remote-code"] * (load == "self-contained")
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -292,30 +271,20 @@ def compare(
     ):
         pairs = list(zip(ours.tokens, theirs.tokens, strict=True))
         num_equal = next((place for place, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        differences = [abs(a - b) for a, b in zip(ours.logprobs, theirs.logprobs, strict=True)][
-            :num_equal
-        ]
+        logprobs = list(zip(ours.logprobs, theirs.logprobs, strict=True))
+        largest = max((abs(a - b) for a, b in logprobs[:num_equal]), default=0.0)
         # At a branch, only that token's own gap can excuse it.
         gap = min(ours.gaps) if num_equal == len(pairs) else ours.gaps[num_equal]
-        lines.append(
-            Comparison(
-                prompt, num_prompt_tokens, num_equal, len(pairs), max(differences, default=0.0), gap
-            )
-        )
+        line = Comparison(prompt, num_prompt_tokens, num_equal, len(pairs), largest, gap)
+        lines.append(line)
     return lines
 
 
 def show(rounds: dict[str, list[Comparison]]) -> None:
     """Print a line per prompt, and the worst of all."""
     console = Console(width=110)
-    table = Table(
-        "prompt",
-        "tokens",
-        *(f"equal, {name}" for name in rounds),
-        "logprob difference",
-        "smallest gap",
-        "",
-    )
+    equal = (f"equal, {name}" for name in rounds)
+    table = Table("prompt", "tokens", *equal, "logprob difference", "smallest gap", "")
     for lines in zip(*rounds.values(), strict=True):
         table.add_row(
             repr(lines[0].prompt)[:30].replace("[", "\\["),
