@@ -38,18 +38,9 @@ def main() -> None:
             others = {}
             for key, name in step.get("beside", {}).items():
                 others |= {key: work.model(name), f"{key}-name": work.label(name)}
-            work.run(
-                *(
-                    "coca-eval",
-                    step["task"],
-                    work.model(model),
-                    "--name",
-                    work.label(model),
-                    "--out",
-                    page / "rows",
-                ),
-                *(text for key, value in (chosen | others).items() for text in option(key, value)),
-            )
+            words = ["--name", work.label(model), "--out", page / "rows"]
+            words += [word for pair in (chosen | others).items() for word in option(*pair)]
+            work.run("coca-eval", step["task"], work.model(model), *words)
     paper = ["--paper", table["paper"]] if "paper" in table and scale["published"] else []
     where = " of the paper" if options.name.startswith(("table", "figure")) else ""
     title = f"{options.name.replace('-', ' ').capitalize()}{where} at the scale {options.scale}: {table['title']}"
@@ -99,9 +90,8 @@ class Work:
             settings = {"model": str(start)}
         if "continue" in plan:
             settings = {"model": str(self.model(plan["continue"]))}
-        kind, out = plan["kind"], self.directory / name
-        settings |= self.scale["train"][kind] | plan.get("settings", {})
-        launch = shlex.split(self.scale["launch"][kind])
+        out, launch = self.directory / name, shlex.split(self.scale["launch"])
+        settings |= self.scale["train"][plan["kind"]] | plan.get("settings", {})
         changes = [f"{key}={json.dumps(value)}" for key, value in settings.items()]  # JSON is YAML
         if "world-size" in self.scale and not out.exists():
             on_all = ["--prepare", "--world-size", self.scale["world-size"]]
