@@ -60,12 +60,8 @@ def main() -> None:
         "--what", choices=["attention", "step", "generate", "tune"], default="attention"
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1])
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        default=[""],
-        help="of attention and generate: rivals whose names contain one of these",
-    )
+    only = "of attention and generate: rivals whose names contain one of these"
+    parser.add_argument("--only", nargs="+", default=[""], help=only)
     parser.add_argument("--layers", type=int, help="of step and generate: fewer than the shape has")
     parser.add_argument("--new-tokens", type=int, default=64, help="of generate")
     options = parse(parser)
@@ -76,24 +72,13 @@ def main() -> None:
     run = {"attention": attention, "step": step, "generate": generate, "tune": tune}[options.what]
     columns = {
         **{"rival": "rival", "length": "length", "batch": "batch"},
-        **{
-            "us a token": ("seconds", 1e6),
-            "of it on the GPU": ("gpu_seconds", 1e6),
-            "GB/s": "gb_per_second",
-        },
-        **{"x LLaMA's fastest": "over_llama", "cache bytes a token": "cache_bytes_per_token"},
-        "error": "error",
+        **{"us a token": ("seconds", 1e6), "of it on the GPU": ("gpu_seconds", 1e6)},
+        **{"GB/s": "gb_per_second", "x LLaMA's fastest": "over_llama"},
+        **{"cache bytes a token": "cache_bytes_per_token", "error": "error"},
     }
-    measured = functools.partial(run, options=options)
-    run_all(
-        f"decode-{options.what}-bench",
-        options.what,
-        columns,
-        measured,
-        options,
-        *(options.lengths, options.batches),
-        first=first,
-    )
+    measured, over = functools.partial(run, options=options), (options.lengths, options.batches)
+    name = f"decode-{options.what}-bench"
+    run_all(name, options.what, columns, measured, options, *over, first=first)
 
 
 def attention(length: int, batch: int, options) -> list[dict]:
@@ -109,21 +94,19 @@ def attention(length: int, batch: int, options) -> list[dict]:
     scaling = head_dim**-0.5
     grouped = {"enable_gqa": True} if heads != kv_heads else {}
 
-    def llama(kernel):
-        def run(i: int):
-            with sdpa_kernel(KERNELS[kernel]):
-                return scaled_dot_product_attention(q[i], k[i], v[i], scale=scaling, **grouped)
+    def llama(i: int):
+        return scaled_dot_product_attention(q[i], k[i], v[i], scale=scaling, **grouped)
 
-        return run
+    def llama_by(i: int, kernel: str):
+        with sdpa_kernel(KERNELS[kernel]):
+            return llama(i)
 
     def plain(i: int):
         key = coca_key(t[i], cos[i], sin[i], "slack")
         return scaled_dot_product_attention(q[i], key, v[i], scale=scaling, **grouped)
 
-    rivals = {f"LLaMA {kernel}": llama(kernel) for kernel in KERNELS}
-    rivals["LLaMA sdpa"] = lambda i: scaled_dot_product_attention(
-        q[i], k[i], v[i], scale=scaling, **grouped
-    )
+    rivals = {f"LLaMA {name}": functools.partial(llama_by, kernel=name) for name in KERNELS}
+    rivals["LLaMA sdpa"] = llama
     if DEVICE == "cuda":
         torch.compiler.reset()
         flex = torch.compile(flex_attention, dynamic=False)
@@ -144,12 +127,8 @@ def attention(length: int, batch: int, options) -> list[dict]:
     rivals = {name: rival for name, rival in rivals.items() if errors.get(name) is not None}
     with torch.no_grad():
         results = compare(rivals, options.repeats, options.warmup, sets, graph=True)
-    measured = [
-        one["seconds"]
-        for name, one in results.items()
-        if name.startswith("LLaMA") and one["seconds"]
-    ]
-    fastest = min(measured, default=None)
+    theirs = (one["seconds"] for name, one in results.items() if name.startswith("LLaMA"))
+    fastest = min(filter(None, theirs), default=None)
     rows = []
     for name, result in results.items():
         num_bytes = llama_bytes if name.startswith("LLaMA") else coca_bytes
