@@ -26,6 +26,7 @@ import argparse
 import copy
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,7 @@ from coca_hf.convert.calibrate import (
     run_original,
     scores,
 )
-from coca_hf.convert.calibration_text import (
-    calibration_blocks,
-    reach,
-    repeated_blocks,
-)
+from coca_hf.convert.calibration_text import calibration_blocks, reach, repeated_blocks
 from coca_hf.convert.layer_pairs import Angles
 from coca_hf.models.attention import CocaAttention
 from coca_hf.tokens import skipped_positions
@@ -75,26 +72,20 @@ def main() -> None:
     parser.add_argument("--free-blocks", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    original = AutoModelForCausalLM.from_pretrained(options.original, dtype=torch.float32)
+    load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
+    original, models = load(options.original), [load(path) for path in options.converted]
     tokenizer = AutoTokenizer.from_pretrained(options.original)
     place = options.text, "text", "train", None, None, True
     text, held_out = calibration_blocks(
         place, tokenizer, original.config, max(options.tokens), BLOCK_TOKENS
     )
     repeated = repeated_blocks(text, tokenizer, original.config)
-    passages = torch.randint(
-        text.max() + 1,
-        (LOOKUP_BLOCKS, text.shape[1] // 2),
-        generator=torch.Generator().manual_seed(0),
-    )
+    half, generator = text.shape[1] // 2, torch.Generator().manual_seed(0)
+    passages = torch.randint(text.max() + 1, (LOOKUP_BLOCKS, half), generator=generator)
     parts = [held_out, passages.repeat(1, 2), text, repeated]
     in_order = torch.arange(text.shape[1]).expand(len(held_out) + LOOKUP_BLOCKS, -1)
     skipping = skipped_positions(2 * len(text), text.shape[1], reach(original.config))
     positions = torch.cat((in_order, skipping))
-    models = [
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        for path in options.converted
-    ]
     angles = Angles(original.model, models[0], "cpu")
     rows: list[dict] = []
     with torch.no_grad():
@@ -102,29 +93,17 @@ def main() -> None:
     for number, layer in enumerate(original.model.layers[: max(options.layers) + 1]):
         seen = run_original(layer, states, states, positions, angles)
         if number in options.layers:
-            split = [
-                AttentionInputs(*both)
-                for both in zip(
-                    *(part.split([len(ids) for ids in parts]) for part in seen), strict=True
-                )
-            ]
+            by_field = (field.split([len(ids) for ids in parts]) for field in seen)
+            split = [AttentionInputs(*of_part) for of_part in zip(*by_field, strict=True)]
             for model in models:
                 attention: Any = model.model.layers[number].self_attn
+                about = {"layer": number, "constraint": model.config.coca_constraint}
                 for row in measured(attention, *split, options):
-                    rows.append(
-                        {"layer": number, "constraint": model.config.coca_constraint, **row}
-                    )
+                    rows.append(about | row)
                     print(rows[-1], file=sys.stderr, flush=True)
     show(rows)
-    write(
-        {
-            "task": "attention-limits",
-            "block_tokens": text.shape[1],
-            "passes": options.passes,
-            "rows": rows,
-        },
-        options.out,
-    )
+    about = {"task": "attention-limits", "block_tokens": text.shape[1], "passes": options.passes}
+    write(about | {"rows": rows}, options.out)
 
 
 def measured(
@@ -269,13 +248,10 @@ def show(rows: list[dict]) -> None:
         values += [[row["dead"] for row in same if "dead" in row]]
         values += [[mass for row in same for mass in row.get(kind, [])] for kind in LOOKUPS]
         print(f"| {constraint} | {name} | {' | '.join(mean(found) for found in values)} |")
-    originals = [
-        mean([mass for row in rows for mass in row.get(f"{kind}_original", [])]) for kind in LOOKUPS
-    ]
-    print(
-        "of the original: "
-        + ", ".join(f"{kind} {mass}" for kind, mass in zip(LOOKUPS, originals, strict=True))
-    )
+    masses = {
+        kind: [mass for row in rows for mass in row.get(f"{kind}_original", [])] for kind in LOOKUPS
+    }
+    print("of the original:", ", ".join(f"{kind} {mean(some)}" for kind, some in masses.items()))
 
 
 def mean(values: list[float]) -> str:

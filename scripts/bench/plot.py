@@ -40,20 +40,16 @@ def curves(results: list[dict]) -> list[Curve]:
                 f"plot.py: got a result of {result['task']!r}, expected one of {', '.join(KINDS)}"
             )
         for row in result["rows"]:
-            if row.get("over_llama"):
-                points.setdefault((row["rival"], KINDS[result["task"]]), {})[row["length"]] = row[
-                    "over_llama"
-                ]
+            if ratio := row.get("over_llama"):
+                of_rival = points.setdefault((row["rival"], KINDS[result["task"]]), {})
+                of_rival[row["length"]] = ratio
     lengths = sorted({length for values in points.values() for length in values})
     rivals = list(dict.fromkeys(rival for rival, _ in points if not rival.startswith("LLaMA")))
     drawn = [Curve(Key("LLaMA", color=6, marked=False), lengths, [1.0] * len(lengths))]
     for (rival, kind), values in sorted(points.items()):
         if rival in rivals:
-            key = Key(
-                f"{kind}, {rival}",
-                color=rivals.index(rival),
-                style=list(KINDS.values()).index(kind),
-            )
+            style = list(KINDS.values()).index(kind)
+            key = Key(f"{kind}, {rival}", color=rivals.index(rival), style=style)
             drawn.append(Curve(key, sorted(values), [values[length] for length in sorted(values)]))
     return drawn
 
