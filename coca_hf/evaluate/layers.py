@@ -279,11 +279,10 @@ def _whole(table: Table) -> Grid:
 
 
 def _orders(table: Table) -> list[Bullets]:
-    orders = {name: row.get("order") or [] for name, row in table.longest.items()}
     items = [
-        f"{name}: keep first {', '.join(map(str, order))}"
-        for name, order in orders.items()
-        if order
+        f"{name}: keep first {', '.join(map(str, row['order']))}"
+        for name, row in table.longest.items()
+        if row.get("order")
     ]
     return [Bullets(items)] if items else []
 
