@@ -3,7 +3,7 @@ and to measure with.
 
     python scripts/recovery/other_text.py ../shared/data/books-train-0.parquet runs/other-text
 
-Writes into the second directory
+Makes the second directory, unless it exists, with
 
 train.parquet         24M characters: Python of installed packages, C and C++ headers, JavaScript, documentation in
                       Markdown, reStructuredText and plain text, plays
@@ -56,7 +56,10 @@ SHORTEST = 20_000  # characters of a text to measure with
 
 
 def main() -> None:
-    books, out = Path(sys.argv[1]), Path(sys.argv[2])
+    books, finished = Path(sys.argv[1]), Path(sys.argv[2])
+    if finished.exists():
+        return
+    out = finished.with_name(f"{finished.name}.incomplete")
     out.mkdir(parents=True, exist_ok=True)
     random.seed(0)
     for name, kind in HELD_OUT.items():
@@ -75,6 +78,7 @@ def main() -> None:
     calibration = [*up_to(passages, 9_000_000), *up_to(mixed, 9_000_000)]
     random.shuffle(calibration)
     write_lines(out / "calibrate.jsonl", calibration)
+    out.rename(finished)
 
 
 def files(places: list[tuple[Path, str]], characters: int, shortest: int) -> Iterator[str]:
