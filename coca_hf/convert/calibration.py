@@ -542,7 +542,7 @@ def layer_harms(
     try:
         streams[0][:] = pairs.embeddings()[blocks]
         for number in range(len(pairs)):
-            theirs, ours = pairs.load_fitted(number, fitted)
+            theirs, ours = pairs.load(number, fitted)
             run_layer(ours, streams[0], streams[number + 1], positions, angles.coca, batch_tokens=1)
             for stream in streams[: number + 1]:
                 run_layer(theirs, stream, stream, positions, angles.original, batch_tokens=1)

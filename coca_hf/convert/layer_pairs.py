@@ -8,6 +8,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -71,8 +72,13 @@ class LayerPairs:
         return self.config.num_hidden_layers
 
     @torch.autocast("cpu", enabled=False)  # keeps W_T's scale exact
-    def load(self, number: int) -> tuple[Any, Any]:
-        """Layer `number` of the original and of the CoCA model, which share equal tensors."""
+    def load(
+        self, number: int, fitted: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> tuple[Any, Any]:
+        """Layer `number` of the original and of the CoCA model, which share equal tensors.
+
+        fitted: tensors by name in the CoCA model, in place of their initial ones.
+        """
         read = functools.cache(self.layout.source.read)
         carried_over = functools.cache(lambda name: self._on_device(read(name)))
         prefix = f"{self._base_name}.layers.{number}."
@@ -82,22 +88,13 @@ class LayerPairs:
         def made(name: str) -> Tensor:
             target = self._targets[f"model.layers.{number}.{name}"]
             if number in self.layout.converted and target.module in FITTED:
-                return initialiser.make(target).to(self.device, torch.float32, copy=True)
+                own = fitted[target.name] if target.name in fitted else initialiser.make(target)
+                return own.to(self.device, torch.float32, copy=True)
             if target.is_carried_over:
                 return carried_over(target.source)
             return self._on_device(initialiser.make(target))
 
         return theirs, _filled(self._coca.model.layers[number], made)
-
-    def load_fitted(self, number: int, fitted: Mapping[str, Tensor]) -> tuple[Any, Any]:
-        """As `load`, with the tensors of `fitted`, by name in the CoCA model, in the CoCA layer."""
-        theirs, ours = self.load(number)
-        prefix = f"model.layers.{number}."
-        own = {name: fitted[name] for name in fitted if name.startswith(prefix)}
-        ours.load_state_dict(
-            {name.removeprefix(prefix): tensor for name, tensor in own.items()}, strict=False
-        )
-        return theirs, ours
 
     def storage(self, blocks: Tensor) -> str:
         """The device for what a layer computes from `blocks`: the GPU if that takes half of it at most."""

@@ -74,7 +74,7 @@ def refit_outputs(
     )
     outputs = dict[str, Tensor]()
     for number in range(len(pairs)):
-        original, converted = pairs.load_fitted(number, fitted)
+        original, converted = pairs.load(number, fitted)
         if number in pairs.layout.converted:
             sums = Sums(pairs, original, converted)
             run_layer(
