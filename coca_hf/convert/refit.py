@@ -99,10 +99,10 @@ def refit_outputs(
 
 
 @contextlib.contextmanager
-def exact_products() -> Iterator[None]:
-    """Multiply float32 matrices as such on GPUs, without TF32."""
+def tf32(is_allowed: bool) -> Iterator[None]:
+    """Let GPUs multiply float32 matrices in TF32, or do not let them."""
     before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = is_allowed
     try:
         yield
     finally:
@@ -149,7 +149,7 @@ class Sums:
         wanted = a + (theirs - ours) / self._scale
         if self._output.bias is not None:
             wanted -= self._output.bias
-        with torch.autocast("cpu", enabled=False), exact_products():
+        with torch.autocast("cpu", enabled=False), tf32(False):
             sizes = (theirs + self._scale * a).square().mean(-1, keepdim=True)
             weighted = (o / sizes.clamp(min=1e-8)).mT  # an embedding may be zero
             self._moments += (weighted @ o).double().cpu()
