@@ -46,11 +46,7 @@ from coca_hf.convert.calibrate import (
     precision,
     run_original,
 )
-from coca_hf.convert.calibration_text import (
-    calibration_blocks,
-    reach,
-    repeated_blocks,
-)
+from coca_hf.convert.calibration_text import calibration_blocks, reach, repeated_blocks
 from coca_hf.convert.config import head_of
 from coca_hf.convert.layer_pairs import (
     BATCH_TOKENS,
@@ -502,8 +498,7 @@ def _save(tensors: dict[str, Tensor], is_content_layer: bool, file: Path, settin
 def _load(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """What `_save` wrote: the tensors, mapped into memory, and the facts beside them."""
     with safe_open(file, "pt") as stream:
-        tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
-        return tensors, stream.metadata() or {}
+        return stream.get_tensors(), stream.metadata() or {}
 
 
 def _is_whole(file: Path, settings: str) -> bool:
