@@ -32,12 +32,10 @@ ATTENTION = "coca_calibration"
 class Angles:
     """cos and sin of positions (b, m) in both models."""
 
-    def __init__(self, base: nn.Module, coca: Any, device: str):
-        rotary: list[Any] = [
-            copy.deepcopy(module).to(device) for module in (base.rotary_emb, coca.model.rotary_emb)
-        ]
+    def __init__(self, base: Any, coca: Any, device: str):
         self.original, self.coca = (
-            functools.partial(module, torch.zeros(1, device=device)) for module in rotary
+            functools.partial(copy.deepcopy(rotary).to(device), torch.zeros(1, device=device))
+            for rotary in (base.rotary_emb, coca.model.rotary_emb)
         )
 
 
