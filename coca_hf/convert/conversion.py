@@ -18,7 +18,7 @@ import xxhash
 from huggingface_hub import HfApi
 from transformers import PreTrainedTokenizerBase
 
-from coca_hf.card import CARD, base_metadata, write_card
+from coca_hf.card import base_metadata, write_card
 from coca_hf.convert import preflight
 from coca_hf.convert.adapter import Adapter
 from coca_hf.convert.calibration import Calibration, Report
@@ -39,7 +39,7 @@ from coca_hf.convert.writer import (
 )
 from coca_hf.documents import check_text_options, commit_of, local_files
 from coca_hf.errors import CocaError, library_errors
-from coca_hf.models.hub import RECORDS, without_paths
+from coca_hf.models.hub import CARD, RECORDS, without_paths
 from coca_hf.provenance import now, versions
 from coca_hf.weights import HEADS, parse_size
 
