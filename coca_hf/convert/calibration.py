@@ -350,7 +350,11 @@ class CalibrationRun:
                 self._record(layers)
                 self._report(report, layers)
             with self._timed("measure"):
-                perplexity = self._perplexity()
+                _, original, start = self._parts(len(pairs))
+                perplexities = {
+                    "original": perplexity(pairs, original, task.held_out),
+                    "start": perplexity(pairs, start, task.held_out),
+                }
         remove_states(self.folder)
         tensors, content_layers = dict[str, Tensor](), list[int]()
         for number, file in self.files.items():
@@ -358,7 +362,7 @@ class CalibrationRun:
             tensors |= {f"model.layers.{number}.self_attn.{name}": fitted[name] for name in fitted}
             if facts["is content layer"] == "True":
                 content_layers.append(number)
-        return FittedLayers(tensors, content_layers, layers, perplexity)
+        return FittedLayers(tensors, content_layers, layers, perplexities)
 
     def _notice(self, first: int) -> str:
         needed = needs(self.pairs.layout, self.task, self.pairs.dtype)
@@ -459,13 +463,6 @@ class CalibrationRun:
         began = time.perf_counter()
         yield
         self.seconds[what] += time.perf_counter() - began
-
-    def _perplexity(self) -> dict[str, float]:
-        _, *streams = self._parts(len(self.pairs))
-        return {
-            name: perplexity(self.pairs, stream, self.task.held_out)
-            for name, stream in zip(("original", "start"), streams, strict=True)
-        }
 
 
 @torch.no_grad()
