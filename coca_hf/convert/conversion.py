@@ -190,7 +190,7 @@ def convert_checkpoint(
         preflight.check_kept_number(ranked, layout)
         calibration = None
         if calibrate_on is not None:
-            if layout.from_coca:  # its kept layers are what is fitted to
+            if layout.converted:  # the window of a CoCA source, whose kept layers are imitated
                 own, name = source.config.get("coca_kept_window"), f"{src}: coca_kept_window"
                 check_kept_window(own, layout.converted, calibrate_block, name)
             calibration = Calibration(
