@@ -10,10 +10,10 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from coca_hf.errors import CocaError, library_errors
 from coca_hf.files import replacing
-from coca_hf.page import escape
+from coca_hf.models.hub import CARD
+from coca_hf.page import Bullets, Grid, escape, markdown
 from coca_hf.weights import checkpoint_file, open_regular, read_json
 
-CARD = "README.md"
 # fields from the card of the base model
 CARRIED_OVER = ("license", "license_name", "license_link", "language")
 MARK = "<!-- written by coca_hf from conversion.json and training.json -->"
@@ -309,15 +309,14 @@ def _training(stages: list[dict]) -> str:
         ]
         for stage in stages
     ]
-    rows = [header, ["---"] * len(header), *lines]
-    table = "\n".join("| " + " | ".join(map(escape, row)) + " |" for row in rows)
+    table = markdown(Grid(header, lines, numbers_from=len(header)))
     sources = dict.fromkeys(_source(source) for stage in stages for source in stage["sources"])
-    return f"{table}\n\nData:\n\n" + "\n".join(sources)
+    return f"{table}\n\nData:\n\n{markdown(Bullets([*sources]))}"
 
 
 def _source(source: dict) -> str:
     name = source["path"] if source["on_hub"] else Path(source["path"]).name
-    return f"- {escape(name)}, weight {source['weight']:g}"
+    return f"{name}, weight {source['weight']:g}"
 
 
 def _beginning(path: Path) -> str:

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from coca_hf.convert.layer_pairs import Angles, HiddenStates, LayerPairs, batches, run_layer
-from coca_hf.convert.refit import blocks_to_refit_on
+from coca_hf.convert.refit import blocks_to_refit_on, tf32
 from coca_hf.models.attention import (
     CocaAttention,
     ContentPairs,
@@ -99,14 +99,10 @@ def matrix_dtype(device: str) -> torch.dtype:
 @contextlib.contextmanager
 def precision(dtype: torch.dtype) -> Iterator[None]:
     """Multiply matrices in TF32 on GPUs and in `dtype` on CPUs."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
     is_half = dtype == torch.bfloat16
-    try:  # no cache: the weights change at every step
-        with torch.autocast("cpu", torch.bfloat16, enabled=is_half, cache_enabled=False):
-            yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+    # no cache: the weights change at every step
+    with tf32(True), torch.autocast("cpu", torch.bfloat16, enabled=is_half, cache_enabled=False):
+        yield
 
 
 @torch.no_grad()

@@ -46,11 +46,7 @@ from coca_hf.convert.calibrate import (
     precision,
     run_original,
 )
-from coca_hf.convert.calibration_text import (
-    calibration_blocks,
-    reach,
-    repeated_blocks,
-)
+from coca_hf.convert.calibration_text import calibration_blocks, reach, repeated_blocks
 from coca_hf.convert.config import head_of
 from coca_hf.convert.layer_pairs import (
     BATCH_TOKENS,
@@ -354,7 +350,11 @@ class CalibrationRun:
                 self._record(layers)
                 self._report(report, layers)
             with self._timed("measure"):
-                perplexity = self._perplexity()
+                _, original, start = self._parts(len(pairs))
+                perplexities = {
+                    "original": perplexity(pairs, original, task.held_out),
+                    "start": perplexity(pairs, start, task.held_out),
+                }
         remove_states(self.folder)
         tensors, content_layers = dict[str, Tensor](), list[int]()
         for number, file in self.files.items():
@@ -362,7 +362,7 @@ class CalibrationRun:
             tensors |= {f"model.layers.{number}.self_attn.{name}": fitted[name] for name in fitted}
             if facts["is content layer"] == "True":
                 content_layers.append(number)
-        return FittedLayers(tensors, content_layers, layers, perplexity)
+        return FittedLayers(tensors, content_layers, layers, perplexities)
 
     def _notice(self, first: int) -> str:
         needed = needs(self.pairs.layout, self.task, self.pairs.dtype)
@@ -464,13 +464,6 @@ class CalibrationRun:
         yield
         self.seconds[what] += time.perf_counter() - began
 
-    def _perplexity(self) -> dict[str, float]:
-        _, *streams = self._parts(len(self.pairs))
-        return {
-            name: perplexity(self.pairs, stream, self.task.held_out)
-            for name, stream in zip(("original", "start"), streams, strict=True)
-        }
-
 
 @torch.no_grad()
 @torch.autocast("cpu", enabled=False)
@@ -502,8 +495,7 @@ def _save(tensors: dict[str, Tensor], is_content_layer: bool, file: Path, settin
 def _load(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """What `_save` wrote: the tensors, mapped into memory, and the facts beside them."""
     with safe_open(file, "pt") as stream:
-        tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
-        return tensors, stream.metadata() or {}
+        return stream.get_tensors(), stream.metadata() or {}
 
 
 def _is_whole(file: Path, settings: str) -> bool:
@@ -542,7 +534,7 @@ def layer_harms(
     try:
         streams[0][:] = pairs.embeddings()[blocks]
         for number in range(len(pairs)):
-            theirs, ours = pairs.load_fitted(number, fitted)
+            theirs, ours = pairs.load(number, fitted)
             run_layer(ours, streams[0], streams[number + 1], positions, angles.coca, batch_tokens=1)
             for stream in streams[: number + 1]:
                 run_layer(theirs, stream, stream, positions, angles.original, batch_tokens=1)

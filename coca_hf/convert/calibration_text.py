@@ -6,6 +6,7 @@ stand for longer texts: positions are skipped between their pieces, up to the nu
 original was trained on (`tokens.skipped_positions`). Otherwise the model would not learn long distances.
 """
 
+import functools
 import itertools
 import math
 import random
@@ -27,6 +28,7 @@ from coca_hf.held_out import (
     most_held_out,
     tokens_per_character,
 )
+from coca_hf.models.attention import layer_types
 from coca_hf.tokens import Encoder, Piece
 
 SHORTEST_BLOCK = 4  # tokens, one for each part that its queries are taken in
@@ -68,8 +70,7 @@ def calibration_blocks(
     encoder = Encoder(tokenizer, config.vocab_size)
     most = max(1, min(HELD_OUT_BLOCKS, HELD_OUT_TOKENS // length))
 
-    def read() -> Iterator[Document]:
-        return _documents(place)
+    read = functools.partial(_documents, place)
 
     def texts() -> Iterator[str]:  # what is never held out
         return filter(None, (rule.split(document.text)[0] for document in read()))
@@ -165,8 +166,7 @@ def repeated_blocks(
 def reach(config: PreTrainedConfig) -> int:
     """Over how many positions every layer of the original attends with its trained angles."""
     reached = angles_reach(config)
-    types = getattr(config, "layer_types", None) or ["sliding_attention"]
     is_of_original = getattr(config, "coca_kept_window", None) is None
-    if is_of_original and "sliding_attention" in types:
-        reached = min(reached, getattr(config, "sliding_window", None) or reached)
+    if is_of_original and "sliding_attention" in layer_types(config):
+        reached = min(reached, config.sliding_window or reached)
     return reached

@@ -18,7 +18,7 @@ import xxhash
 from huggingface_hub import HfApi
 from transformers import PreTrainedTokenizerBase
 
-from coca_hf.card import CARD, base_metadata, write_card
+from coca_hf.card import base_metadata, write_card
 from coca_hf.convert import preflight
 from coca_hf.convert.adapter import Adapter
 from coca_hf.convert.calibration import Calibration, Report
@@ -39,7 +39,7 @@ from coca_hf.convert.writer import (
 )
 from coca_hf.documents import check_text_options, commit_of, local_files
 from coca_hf.errors import CocaError, library_errors
-from coca_hf.models.hub import RECORDS, without_paths
+from coca_hf.models.hub import CARD, RECORDS, without_paths
 from coca_hf.provenance import now, versions
 from coca_hf.weights import HEADS, parse_size
 
@@ -190,7 +190,7 @@ def convert_checkpoint(
         preflight.check_kept_number(ranked, layout)
         calibration = None
         if calibrate_on is not None:
-            if layout.from_coca:  # its kept layers are what is fitted to
+            if layout.converted:  # the window of a CoCA source, whose kept layers are imitated
                 own, name = source.config.get("coca_kept_window"), f"{src}: coca_kept_window"
                 check_kept_window(own, layout.converted, calibrate_block, name)
             calibration = Calibration(

@@ -97,8 +97,8 @@ class Initialiser:
         if target.module != "t_proj":
             return tensor
         groups = self.config.num_key_value_heads
-        if self.released:
-            return fold_pairs(tensor, groups)
+        if self.released:  # exact, because the authors' code takes the mean after the projection
+            return initial_t(tensor, torch.ones(groups), groups)
         scales = self._layer_scales(target.layer)
         return initial_t(self._scaled(target, tensor), torch.tensor(scales), groups)
 
@@ -139,14 +139,6 @@ class Initialiser:
             )
         self.scales[layer] = scales
         return scales
-
-
-def fold_pairs(projection: Tensor, num_key_value_heads: int) -> Tensor:
-    """Mean over the two rows of each rotary pair: (g * d, ...) to (g * j, ...), float32 or wider.
-
-    Exact for the released code's full-width `t_proj`, which takes that mean after the projection.
-    """
-    return initial_t(projection, torch.ones(num_key_value_heads), num_key_value_heads)
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,12 +32,10 @@ ATTENTION = "coca_calibration"
 class Angles:
     """cos and sin of positions (b, m) in both models."""
 
-    def __init__(self, base: nn.Module, coca: Any, device: str):
-        rotary: list[Any] = [
-            copy.deepcopy(module).to(device) for module in (base.rotary_emb, coca.model.rotary_emb)
-        ]
+    def __init__(self, base: Any, coca: Any, device: str):
         self.original, self.coca = (
-            functools.partial(module, torch.zeros(1, device=device)) for module in rotary
+            functools.partial(copy.deepcopy(rotary).to(device), torch.zeros(1, device=device))
+            for rotary in (base.rotary_emb, coca.model.rotary_emb)
         )
 
 
@@ -71,8 +70,13 @@ class LayerPairs:
         return self.config.num_hidden_layers
 
     @torch.autocast("cpu", enabled=False)  # keeps W_T's scale exact
-    def load(self, number: int) -> tuple[Any, Any]:
-        """Layer `number` of the original and of the CoCA model, which share equal tensors."""
+    def load(
+        self, number: int, fitted: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> tuple[Any, Any]:
+        """Layer `number` of the original and of the CoCA model, which share equal tensors.
+
+        fitted: tensors by name in the CoCA model, in place of their initial ones.
+        """
         read = functools.cache(self.layout.source.read)
         carried_over = functools.cache(lambda name: self._on_device(read(name)))
         prefix = f"{self._base_name}.layers.{number}."
@@ -82,22 +86,13 @@ class LayerPairs:
         def made(name: str) -> Tensor:
             target = self._targets[f"model.layers.{number}.{name}"]
             if number in self.layout.converted and target.module in FITTED:
-                return initialiser.make(target).to(self.device, torch.float32, copy=True)
+                own = fitted[target.name] if target.name in fitted else initialiser.make(target)
+                return own.to(self.device, torch.float32, copy=True)
             if target.is_carried_over:
                 return carried_over(target.source)
             return self._on_device(initialiser.make(target))
 
         return theirs, _filled(self._coca.model.layers[number], made)
-
-    def load_fitted(self, number: int, fitted: Mapping[str, Tensor]) -> tuple[Any, Any]:
-        """As `load`, with the tensors of `fitted`, by name in the CoCA model, in the CoCA layer."""
-        theirs, ours = self.load(number)
-        prefix = f"model.layers.{number}."
-        own = {name: fitted[name] for name in fitted if name.startswith(prefix)}
-        ours.load_state_dict(
-            {name.removeprefix(prefix): tensor for name, tensor in own.items()}, strict=False
-        )
-        return theirs, ours
 
     def storage(self, blocks: Tensor) -> str:
         """The device for what a layer computes from `blocks`: the GPU if that takes half of it at most."""

@@ -170,7 +170,7 @@ def free_bytes(target: Path) -> int:
     directory = staging_directory(target)
     written = [
         *(directory / "checkpoint").glob("*.safetensors"),
-        *Staging(target).calibrated.glob("[ls]*-*"),
+        *Staging(target).calibrated.glob("[lrs]*-*"),
     ]
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     return shutil.disk_usage(existing).free + sum(file.stat().st_size for file in written)

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from coca_hf.convert.layer_pairs import (
@@ -75,22 +74,22 @@ def refit_outputs(
     )
     outputs = dict[str, Tensor]()
     for number in range(len(pairs)):
-        original, converted = pairs.load_fitted(number, fitted)
+        original, converted = pairs.load(number, fitted)
         if number in pairs.layout.converted:
             sums = Sums(pairs, original, converted)
-            with sums.noting():
-                run_layer(
-                    original,
-                    theirs,
-                    theirs,
-                    at,
-                    pairs.angles.original,
-                    lambda some, *_: sums.add(theirs[some], ours[some], at[some]),  # noqa: B023
-                )
-            weight = converted.self_attn.o_proj.weight
+            run_layer(
+                original,
+                theirs,
+                theirs,
+                at,
+                pairs.angles.original,
+                lambda some, *_: sums.add(theirs[some], ours[some], at[some]),  # noqa: B023
+            )
             name = f"model.layers.{number}.self_attn.o_proj.weight"
-            file = f"refit-{number:05}.safetensors"
-            outputs[name] = mapped(name, sums.solve(), folder / file)
+            file = folder / f"refit-{number:05}.safetensors"
+            save_file({name: sums.solve()}, file)
+            outputs |= load_file(file)  # mapped into memory
+            weight = converted.self_attn.o_proj.weight
             weight.data = outputs[name].to(weight)
         else:
             run_layer(original, theirs, theirs, at, pairs.angles.original)
@@ -99,18 +98,11 @@ def refit_outputs(
     return outputs, unseen
 
 
-def mapped(name: str, tensor: Tensor, file: Path) -> Tensor:
-    """The tensor, written to a file and mapped into memory."""
-    save_file({name: tensor}, file)
-    with safe_open(file, "pt") as stream:
-        return stream.get_tensor(name)
-
-
 @contextlib.contextmanager
-def exact_products() -> Iterator[None]:
-    """Multiply float32 matrices as such on GPUs, without TF32."""
+def tf32(is_allowed: bool) -> Iterator[None]:
+    """Let GPUs multiply float32 matrices in TF32, or do not let them."""
     before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = is_allowed
     try:
         yield
     finally:
@@ -118,35 +110,25 @@ def exact_products() -> Iterator[None]:
 
 
 class Sums:
-    """The sums over tokens that decide a layer's W_O."""
+    """The sums over tokens that decide a layer's W_O.
+
+    original, converted: the layer in both models; they are given hooks, which stay.
+    """
 
     def __init__(self, pairs: LayerPairs, original: Any, converted: Any):
         self._pairs, self._converted = pairs, converted
-        self._attention = attention_of(original)
         self._output = converted.self_attn.o_proj
         converted.self_attn.config._attn_implementation = ATTENTION
         self._scale = getattr(pairs.config, "residual_multiplier", 1.0)
         width, hidden = self._output.in_features, self._output.out_features
         self._moments = torch.zeros(width, width, dtype=torch.float64)
         self._wanted = torch.zeros(width, hidden, dtype=torch.float64)
-        self._noted: dict[str, Tensor] = {}
-
-    @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
-        """Note the output of the original's attention, and what W_O receives."""
-        hooks = [
-            self._attention.register_forward_hook(
-                lambda _, __, result: self._noted.__setitem__("a", result[0])
-            ),
-            self._output.register_forward_pre_hook(
-                lambda _, given: self._noted.__setitem__("o", given[0])
-            ),
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        # what the original's attention returns, and what W_O receives
+        self._noted = noted = dict[str, Tensor]()
+        attention_of(original).register_forward_hook(
+            lambda _, __, result: noted.update(a=result[0])
+        )
+        self._output.register_forward_pre_hook(lambda _, given: noted.update(o=given[0]))
 
     def add(self, theirs: Tensor, ours: Tensor, at: Tensor) -> None:
         """Count the tokens of blocks that have just run through the original's layer.
@@ -167,7 +149,7 @@ class Sums:
         wanted = a + (theirs - ours) / self._scale
         if self._output.bias is not None:
             wanted -= self._output.bias
-        with torch.autocast("cpu", enabled=False), exact_products():
+        with torch.autocast("cpu", enabled=False), tf32(False):
             sizes = (theirs + self._scale * a).square().mean(-1, keepdim=True)
             weighted = (o / sizes.clamp(min=1e-8)).mT  # an embedding may be zero
             self._moments += (weighted @ o).double().cpu()

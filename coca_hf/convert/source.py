@@ -23,7 +23,7 @@ from coca_hf.convert.adapter import Adapter
 from coca_hf.convert.initialise import Shape
 from coca_hf.convert.quantized import FOUR_BITS, quantized_weights
 from coca_hf.errors import CocaError, library_errors
-from coca_hf.models.hub import LICENCE_FILES, RECORDS
+from coca_hf.models.hub import CARD, LICENCE_FILES, RECORDS
 from coca_hf.weights import (
     FLOATS,
     INDEX,
@@ -61,7 +61,7 @@ MAX_TOKEN_ID = 1 << 24
 # the field of each record of a CoCA checkpoint that its card is made from, and the field's type
 FACTS = {"conversion.json": ("base", dict), "training.json": ("stages", list)}
 # files to download from the hub before the names of the files of weights are known
-OTHER_FILES = ["config.json", INDEX, ADAPTER, "README.md", *RECORDS, *COMPANIONS]
+OTHER_FILES = ["config.json", INDEX, ADAPTER, CARD, *RECORDS, *COMPANIONS]
 # What a directory without readable weights is, by its files, and the remedy; the first match counts.
 FOREIGN = {
     ("params.json",): (

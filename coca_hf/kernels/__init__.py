@@ -58,10 +58,8 @@ def coca_attention_forward(
     if key.shape[-1] < query.shape[-1]:
         decode = DECODERS.get(query.device.type)
         if decode is not None and _can_decode(query, attention_mask):
-            angles, strict = (
-                past_key_values.angles_of(key, module.content),
-                module.config.coca_constraint == "strict",
-            )
+            angles = past_key_values.angles_of(key, module.content)
+            strict = module.config.coca_constraint == "strict"
             output = decode(query, key, value, *angles, attention_mask, scaling, strict)
             return output.transpose(1, 2), None  # (b, 1, h, d)
         key = past_key_values.keys_of(key, module.content)

@@ -184,13 +184,6 @@ def plain_fold(
 FOLDS: dict[str, Callable] = {}
 
 
-def fold(
-    q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str, content: ContentPairs
-) -> tuple[Tensor, Tensor]:
-    """`plain_fold`, by the fastest implementation for the device."""
-    return FOLDS.get(q.device.type, plain_fold)(q, t, cos, sin, constraint, content)
-
-
 def layer_types(config) -> list[str]:
     """The kind of every layer, `full_attention` or `sliding_attention`, by the rule that
     transformers' caches follow.
@@ -267,6 +260,7 @@ class CocaAttention(nn.Module):
 
     def rotated(self, q: Tensor, t: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Query (b, h, m, d) and key (b, g, m, d) of ordinary attention; cos, sin: (b, 1, m, j)."""
+        fold = FOLDS.get(q.device.type, plain_fold)
         return fold(q, t, cos, sin, self.config.coca_constraint, self.content)
 
     def sharpened(self, query: Tensor, position_ids: Tensor) -> Tensor:

@@ -437,9 +437,9 @@ def loads(monkeypatch):
     """The numbers of the layers that were loaded."""
     found, load = [], LayerPairs.load
 
-    def noted(pairs, number):
+    def noted(pairs, number, *fitted):
         found.append(number)
-        return load(pairs, number)
+        return load(pairs, number, *fitted)
 
     monkeypatch.setattr(LayerPairs, "load", noted)
     return found

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from coca_hf import CocaError, convert_checkpoint
+from coca_hf.convert.preflight import free_bytes
 from coca_hf.convert.writer import locked_staging
 from tests.convert.checkpoints import edit_weights, files_of, full_disk, weights_of
 
@@ -124,6 +125,15 @@ def test_an_interrupted_conversion_is_left_to_continue_and_its_shards_count_as_r
         convert_checkpoint(tiny_llama_dir, dst, dry_run=True, max_shard_size="20KB")
     assert "disk full: 0.00 MB free" not in str(refused.value)
     assert files_of(tmp_path) == before
+
+
+def test_what_an_interrupted_calibration_wrote_counts_as_room(tmp_path, monkeypatch):
+    calibrated = tmp_path / ".dst.incomplete/calibrated"
+    calibrated.mkdir(parents=True)
+    for name in ("layer-00000.safetensors", "refit-00000.safetensors", "states-0"):
+        (calibrated / name).write_bytes(bytes(500))
+    full_disk(monkeypatch)
+    assert free_bytes(tmp_path / "dst") == 1000 + 3 * 500
 
 
 def test_a_calibration_is_planned_with_its_text_and_not_begun(

@@ -371,6 +371,8 @@ def test_a_window_over_kept_layers_that_cannot_be_is_refused(
     refuses(f"--keep-window: {expected}", tiny_llama_dir, dst, **options, keep_window=6)
     convert_checkpoint(tiny_llama_dir, tmp_path / "two", keep_layers=[0, 1], keep_window=6)
     refuses(f"two: coca_kept_window: {expected}", tmp_path / "two", dst, **options)
+    nothing_to_fit = options | {"keep_layers": None, "ntk_length": 4096}
+    refuses("--calibrate: got a CoCA checkpoint, exp", tmp_path / "two", dst, **nothing_to_fit)
     windowed, *_ = converted("qwen3-window")
     message = "--keep-window: got 6, but the model has windows of its own"
     refuses(message, windowed, dst, keep_layers=[1], keep_window=6)

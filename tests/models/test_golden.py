@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from coca_hf import CocaLlamaConfig, CocaLlamaForCausalLM
-from coca_hf.convert.initialise import fold_pairs
+from coca_hf.convert.initialise import initial_t
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -31,7 +31,9 @@ def test_logits_loss_and_gradient_of_the_released_code(case, backend, dtype):
     for name, tensor in golden.items():
         if name.startswith("w."):
             weight = tensor.to(dtype)
-            weights[name[2:]] = fold_pairs(weight, kv_heads) if "t_proj" in name else weight
+            if "t_proj" in name:
+                weight = initial_t(weight, torch.ones(kv_heads), kv_heads)
+            weights[name[2:]] = weight
     model.load_state_dict(weights)
 
     output = model(golden["input_ids"], labels=golden["input_ids"])
