@@ -168,10 +168,10 @@ def local_files(source: str) -> list[Path]:
         return files
     names = [source] if path.is_file() else glob.glob(source, recursive=True)
     files = sorted({Path(name) for name in names})
-    for file in [file for file in files if not _suffix(file)]:
-        kind = file.suffix or "nameless"
-        raise CocaError(f"{file}: got a {kind} file, expected one of {', '.join(SUFFIXES)}")
     for file in files:
+        if not _suffix(file):
+            kind = file.suffix or "nameless"
+            raise CocaError(f"{file}: got a {kind} file, expected one of {', '.join(SUFFIXES)}")
         if file.exists() and not file.is_file():  # it is read more than once
             raise CocaError(f"{file}: is no ordinary file, expected one; copy its text into a file")
     return files

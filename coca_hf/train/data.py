@@ -360,13 +360,12 @@ class Corpus:
         """
         with suppress(Damaged):
             commits = self.blocks().state["commits"] or commits
-        sources = self.data.sources
         if commits is None:
             commits = [
-                commit_of(source.path, source.commit) if source.path else None for source in sources
+                commit_of(source.path, source.commit) if source.path else None
+                for source in self.data.sources
             ]
-        for source, commit in zip(sources, commits, strict=True):
-            source.pin_(commit)
+        self.data.pin_(commits)
         return commits
 
     def check(self) -> None:
