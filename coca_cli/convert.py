@@ -220,8 +220,8 @@ def convert_command(
         # the other options have the names of convert_checkpoint's arguments
         options = context.params | {
             "keep_layers": None if keep_layers is None else _layers_to_keep(keep_layers),
-            "content_pairs": _content_pairs(content_pairs),
-            "content_layers": _content_layers(content_layers),
+            "content_pairs": None if content_pairs is None else _content_pairs(content_pairs),
+            "content_layers": [] if content_layers is None else _content_layers(content_layers),
             "private": not public,
             "calibrate_on": calibrate,
             "ignore_fields": ignore_field or (),
@@ -244,19 +244,14 @@ def convert_command(
 
 
 def _layers_to_keep(text: str) -> list[int] | int | str:
-    """`6` and `auto` as they are, the layers of `8,17,18`, or of `6:OUT` the six that `coca-eval
-    layers --out OUT` ranks first.
+    """As `_chosen`, or of `6:OUT` the six layers that `coca-eval layers --out OUT` ranks first.
 
     Raises BadOption for anything else.
     """
-    if text == "auto":
-        return text
-    if re.fullmatch(r"\d{1,9}", text):
-        return int(text)
     if ranked := re.fullmatch(r"(\d{1,9}):(.*)", text):
         return _harmed_most(int(ranked[1]), Path(ranked[2]))
-    if (layers := _named_layers(text)) is not None:
-        return layers
+    if (chosen := _chosen(text)) is not None:
+        return chosen
     raise BadOption(
         f"--keep-layers: got {text!r}, expected layers by number, from 0, as in 8,17,18 (one layer: "
         "'8,'); with --calibrate how many, as in 6, or auto; or 6:OUT, the six that coca-eval layers "
@@ -264,33 +259,33 @@ def _layers_to_keep(text: str) -> list[int] | int | str:
     )
 
 
-def _content_layers(text: str | None) -> list[int] | str:
-    if text is None or text == "auto":
-        return text or []
-    if (layers := _named_layers(text)) is not None:
-        return layers
+def _content_layers(text: str) -> list[int] | str:
+    if isinstance(chosen := _chosen(text), list | str):
+        return chosen
     raise BadOption(
         f"--content-layers: got {text!r}, expected layers by number, from 0, as in 17,18 (one layer: "
         "'17,'), or auto with --calibrate"
     )
 
 
-def _named_layers(text: str) -> list[int] | None:
-    """The layers of `8,17,18`, or None for anything else."""
+def _content_pairs(text: str) -> int | str:
+    if isinstance(chosen := _chosen(text), int | str):
+        return chosen
+    raise BadOption(
+        f"--content-pairs: got {text!r}, expected how many of a head's pairs, as in 12, or auto"
+    )
+
+
+def _chosen(text: str) -> list[int] | int | str | None:
+    """`auto` as it is, the number `6`, or the layers of `8,17,18`; None for anything else."""
+    if text == "auto":
+        return text
+    if re.fullmatch(r"\d{1,9}", text):
+        return int(text)
     number = r"\s*\d{1,9}\s*"
     if re.fullmatch(rf"({number},)+({number})?", text):
         return [int(found) for found in re.findall(r"\d+", text)]
     return None
-
-
-def _content_pairs(text: str | None) -> int | str | None:
-    if text is None or text == "auto":
-        return text
-    if re.fullmatch(r"\d{1,9}", text):
-        return int(text)
-    raise BadOption(
-        f"--content-pairs: got {text!r}, expected how many of a head's pairs, as in 12, or auto"
-    )
 
 
 def _harmed_most(count: int, out: Path) -> list[int]:

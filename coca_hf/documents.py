@@ -98,7 +98,15 @@ def read_all_documents(
 
 def is_on_hub(source: str) -> bool:
     """Whether `read_documents` reads `source` as the id of a data set on the hub."""
-    return not local_files(source) and _is_hub_id(source)
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    if local_files(source):
+        return False
+    try:
+        validate_repo_id(source)
+    except HFValidationError:
+        return False
+    return source.count("/") == 1 and not _suffix(Path(source))
 
 
 def check_text_options(
@@ -160,10 +168,10 @@ def local_files(source: str) -> list[Path]:
         return files
     names = [source] if path.is_file() else glob.glob(source, recursive=True)
     files = sorted({Path(name) for name in names})
-    for file in [file for file in files if not _suffix(file)]:
-        kind = file.suffix or "nameless"
-        raise CocaError(f"{file}: got a {kind} file, expected one of {', '.join(SUFFIXES)}")
     for file in files:
+        if not _suffix(file):
+            kind = file.suffix or "nameless"
+            raise CocaError(f"{file}: got a {kind} file, expected one of {', '.join(SUFFIXES)}")
         if file.exists() and not file.is_file():  # it is read more than once
             raise CocaError(f"{file}: is no ordinary file, expected one; copy its text into a file")
     return files
@@ -182,16 +190,6 @@ def _suffix(file: Path) -> str:
     return max((suffix for suffix in SUFFIXES if file.name.endswith(suffix)), key=len, default="")
 
 
-def _is_hub_id(source: str) -> bool:
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-    try:
-        validate_repo_id(source)
-    except HFValidationError:
-        return False
-    return source.count("/") == 1 and not _suffix(Path(source))
-
-
 def _read_file(file: Path, name: str, column: str) -> Iterator[tuple[str, str, Any]]:
     """Name, place and content of every row; errors name the row after the last good one."""
     readers: dict[str, Callable[[Path, str], Iterable[Any]]]
@@ -199,23 +197,23 @@ def _read_file(file: Path, name: str, column: str) -> Iterator[tuple[str, str, A
     readers |= {"json": _data_set_rows, "arrow": _data_set_rows}
     kind, number = _suffix(file).split(".")[1], 0
     try:
-        for text in readers[kind](file, column):
-            row = "" if kind == "txt" else f":{number}"
-            yield f"{name}{row}", f"{file}{row}", text
+        for row in readers[kind](file, column):
+            place = "" if kind == "txt" else f":{number}"
+            yield f"{name}{place}", f"{file}{place}", _text_of(row, column, str(file), number)
             number += 1
     except (CocaError, ModuleNotFoundError):
         raise
     except Exception as error:  # pyarrow, datasets and the decompressors raise anything
-        row = "" if kind == "txt" else f"row {number}: "
+        place = "" if kind == "txt" else f"row {number}: "
         raise CocaError(
-            f"{file}: {row}cannot be read as {_suffix(file)} ({first_line(error)}); is the file "
+            f"{file}: {place}cannot be read as {_suffix(file)} ({first_line(error)}); is the file "
             "whole, and in UTF-8?"
         ) from error
 
 
-def _whole_text(file: Path, column: str) -> Iterator[str]:
+def _whole_text(file: Path, column: str) -> Iterator[dict[str, str]]:
     with _open(file) as stream:
-        yield stream.read().decode("utf-8")
+        yield {column: stream.read().decode("utf-8")}
 
 
 def _open(file: Path):
@@ -233,33 +231,26 @@ def _open(file: Path):
 
 def _json_lines(file: Path, column: str) -> Iterator[Any]:
     with _open(file) as stream:
-        lines = (line for line in stream if line.strip())
-        for row_number, line in enumerate(lines):
-            row = json.loads(line.decode("utf-8"))
-            if not isinstance(row, dict):
-                raise CocaError(
-                    f"{file}: row {row_number}: got a JSON {type(row).__name__}, expected an object"
-                )
-            yield _text_of(row, column, str(file), row_number)
+        for line in stream:
+            if line.strip():
+                yield json.loads(line.decode("utf-8"))
 
 
 def _data_set_rows(file: Path, column: str) -> Iterator[Any]:
     from datasets import load_dataset
 
     kind, path = file.suffix.removeprefix("."), glob.escape(str(file))
-    rows = load_dataset(kind, data_files=path, split="train", streaming=True)
-    for row_number, row in enumerate(rows):
-        yield _text_of(row, column, str(file), row_number)
+    yield from load_dataset(kind, data_files=path, split="train", streaming=True)
 
 
-def _parquet_rows(file: Path, column: str) -> Iterator[Any]:
+def _parquet_rows(file: Path, column: str) -> Iterator[dict[str, Any]]:
     from pyarrow import parquet
 
     with parquet.ParquetFile(file) as table:
         _check_columns(table.schema_arrow.names, column, str(file))
         for batch in table.iter_batches(batch_size=256, columns=[column]):
             # One by one, so that an error names its row
-            yield from (value.as_py() for value in batch.column(0))
+            yield from ({column: value.as_py()} for value in batch.column(0))
 
 
 def _read_hub(
@@ -291,7 +282,10 @@ def _unread(dataset_id: str, error: Exception) -> CocaError:
     )
 
 
-def _text_of(row: dict, column: str, where: str, row_number: int) -> Any:
+def _text_of(row: Any, column: str, where: str, row_number: int) -> Any:
+    if not isinstance(row, dict):
+        kind = type(row).__name__
+        raise CocaError(f"{where}: row {row_number}: got a JSON {kind}, expected an object")
     _check_columns(row, column, where, row_number)
     return row[column]
 

@@ -360,13 +360,12 @@ class Corpus:
         """
         with suppress(Damaged):
             commits = self.blocks().state["commits"] or commits
-        sources = self.data.sources
         if commits is None:
             commits = [
-                commit_of(source.path, source.commit) if source.path else None for source in sources
+                commit_of(source.path, source.commit) if source.path else None
+                for source in self.data.sources
             ]
-        for source, commit in zip(sources, commits, strict=True):
-            source.pin_(commit)
+        self.data.pin_(commits)
         return commits
 
     def check(self) -> None:
@@ -418,6 +417,7 @@ class Corpus:
                 )
 
     def _write(self, num_blocks: int) -> None:
+        commits = self.pin_()
         try:
             before = self.blocks()
             before.check()
@@ -427,7 +427,7 @@ class Corpus:
                 print(f"{damage.args[0].partition(';')[0]}; making all blocks again", flush=True)
             for file in self.directory.glob("*.bin"):
                 file.unlink()  # not truncated: a training run may still read it
-            state, first = self._first_state(), 0
+            state, first = self._first_state(commits), 0
         if first >= num_blocks:
             return
         files = _files_of_rows(self.directory, self.data.seq_len, self.made_of["dtypes"])
@@ -449,7 +449,6 @@ class Corpus:
                 kept = {"xxh3_128": _state_hash(state), "state": state}
                 replace_text(self.directory / "state.json", json.dumps(kept))
 
-            self.pin_(state["commits"])
             order = enumerate(itertools.islice(self._order(rows, state), num_blocks))
             # None: a bar only on a terminal
             bar = {"leave": False, "disable": None if PartialState().is_main_process else True}
@@ -467,8 +466,7 @@ class Corpus:
                 raise
             save()
 
-    def _first_state(self) -> dict[str, Any]:
-        commits = self.pin_()
+    def _first_state(self, commits: list[str | None]) -> dict[str, Any]:
         description = self.directory / "made-of.json"
         description.write_text(json.dumps(self.made_of, indent=2) + "\n", encoding="utf-8")
         weights = [source.weight if source.path else 0 for source in self.data.sources]
@@ -480,7 +478,8 @@ class Corpus:
         # Another source may have a document, too, and must not train on what is held out of this one
         rule = HeldOut(*map(max, *(rule for rule, _ in found), HeldOut()))
         held_out = torch.cat([blocks for _, blocks in found]).numpy()
-        state = {"commits": commits, "rule": rule, "parts": {}, "sources": {}}
+        read = {str(number): {**UNREAD} for number in self._texts}
+        state = {"commits": commits, "rule": rule, "parts": {}, "sources": read}
         return state | {"held_out_blocks": held_out}  # which `_write` moves into their file
 
     @property
@@ -513,10 +512,7 @@ class Corpus:
         names = [f"{seed} source {number}" for number in range(len(sources))]
         texts = {}
         for number, source in self._texts.items():
-            read, made = (
-                state["sources"].setdefault(str(number), {**UNREAD}),
-                rows[f"source-{number}"],
-            )
+            read, made = state["sources"][str(number)], rows[f"source-{number}"]
             first_pass = self._packed(source, rule, read, made)
             texts[number] = self._order_of_text(source, first_pass, made, names[number])
         streams = [

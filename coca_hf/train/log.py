@@ -234,7 +234,7 @@ class ProgressLine(TrainerCallback):
         if self._bar is not None:
             self._bar.write(line, file=sys.stderr)
         else:
-            print(line)
+            print(line, flush=True)
 
 
 def _values(logs: dict) -> str:

@@ -195,7 +195,7 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
 def model_from_config(recipe: Recipe, attn_implementation: str | None = None) -> PreTrainedModel:
     """The recipe's model in float32 with random weights, or without memory on the meta device."""
     config = start_config(recipe)
-    with loading(recipe.start), building(config):
+    with building(config):
         return AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=attn_implementation
         )

@@ -107,8 +107,7 @@ def preflight(
             f"{out_dir}: stopped by {stopped} before the first stage; continue with --resume"
         ) from None
     origins, commits = from_main_process(lambda: found)
-    for source, commit in zip(recipe.data.sources, commits, strict=True):
-        source.pin_(commit)
+    recipe.data.pin_(commits)
     at_commits = _at(recipe, origins)
     directory = origins["model"][1] if recipe.model else None
     chosen = [

@@ -162,10 +162,6 @@ class Source(StrictMapping):
         """The commit or revision at which a data set on the hub is read."""
         return self._commit or self.revision
 
-    def pin_(self, commit: str | None) -> None:
-        """Read a data set on the hub at this commit from now on, even if its branch moves."""
-        self._commit = commit
-
     @property
     def place(self) -> tuple[str, str, str, str | None, str | None, bool]:
         """The arguments of `read_documents`."""
@@ -202,6 +198,11 @@ class Data(StrictMapping):
                 f"{self.seq_len}: the number of positions that a block spreads over"
             )
         return self
+
+    def pin_(self, commits: list[str | None]) -> None:
+        """Read the sources on the hub at these commits from now on, even if a branch moves."""
+        for source, commit in zip(self.sources, commits, strict=True):
+            source._commit = commit
 
     @property
     def has_answers(self) -> bool:

@@ -101,13 +101,10 @@ class StageTrainer(Trainer):
         self.control: TrainerControl
         self._step_loss = torch.zeros((), device=self.args.device)
         self._norm: Tensor | float | None = None
+        self._random_state_of: str | None = None  # a checkpoint, to restore before the first step
         self._bad_in_a_row = 0
         self._lacks_a_loss = False  # the mean since the last log has a 0 from `training_step`
         self.add_callback(_EveryStep(self))
-
-    def train(self, resume_from_checkpoint: str | None = None, **kwargs):
-        self._random_state_of = resume_from_checkpoint
-        return super().train(resume_from_checkpoint, **kwargs)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict, return_outputs: bool = False, num_items_in_batch=None
@@ -300,6 +297,7 @@ class StageTrainer(Trainer):
                 load_state(self.model, self.optimizer.optimizer, Path(checkpoint))
                 scheduler = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True)
                 self.lr_scheduler.load_state_dict(scheduler)
+            self._random_state_of = checkpoint
 
 
 class _EveryStep(TrainerCallback):

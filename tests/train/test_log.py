@@ -77,6 +77,13 @@ def test_without_a_terminal_an_interval_is_a_line(shown):
     assert len(re.findall(r"1-k step [024]: held-out loss \d\.\d{4}\n", printed)) == 3
 
 
+def test_a_line_is_in_a_file_as_soon_as_it_is_printed(tmp_path):
+    bar, state = ProgressLine("1-k"), TrainerState(global_step=3, is_world_process_zero=True)
+    with (tmp_path / "job.log").open("w") as file, redirect_stdout(file):
+        bar.on_log(None, state, None, logs={"eval_loss": 2.25})
+        assert (tmp_path / "job.log").read_text() == "1-k step 3: held-out loss 2.2500\n"
+
+
 def test_on_a_terminal_a_bar_has_the_same_values(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "200")
