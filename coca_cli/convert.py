@@ -182,7 +182,7 @@ def convert_command(
         int, fit_option(min=0, max=2**32 - 1, help="Seed for drawing the text to fit on.")
     ] = 0,
 ) -> None:
-    """Convert a checkpoint of LLaMA, Mistral, Qwen2, Qwen3, Phi-3, Granite, SmolLM3 or GPT-NeoX.
+    """Convert a LLaMA, Mistral, Qwen2, Qwen3, Phi-3, Granite, SmolLM3 or GPT-NeoX checkpoint to CoCA.
 
     If it is interrupted, run the same command again to continue.
     """
