@@ -36,13 +36,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
-    PositiveFloat,
     PrivateAttr,
     TypeAdapter,
     ValidationError,
@@ -111,6 +111,15 @@ _LEAST = {
 _STAGE_KEYS = ("name", "train", "lora", "objective", "answer_weight")
 
 
+def _refuse_true(given: Any) -> Any:
+    if isinstance(given, bool):  # pydantic would take true for 1
+        raise ValueError(f"got {given}, expected a number")
+    return given
+
+
+Number = Annotated[float, BeforeValidator(_refuse_true)]
+
+
 class StrictMapping(BaseModel):
     """A mapping of the recipe that refuses keys it does not know."""
 
@@ -130,7 +139,7 @@ class Source(StrictMapping):
 
     path: str = ""
     synthetic: Literal["lookups"] | None = None  # made from the text of the other sources
-    weight: float = Field(gt=0, le=1e9)
+    weight: Number = Field(gt=0, le=1e9)
     column: str = "text"
     # Of a data set on the hub; revision: a branch, a tag or a commit, by default the main branch
     split: str = "train"
@@ -212,8 +221,8 @@ class Data(StrictMapping):
 class Lora(StrictMapping):
     """Low-rank adapters of peft (arXiv 2106.09685): rank, scale `alpha / r`, input dropout."""
 
-    r: int = Field(ge=1)
-    alpha: float = Field(gt=0)
+    r: int = Field(ge=1, strict=True)
+    alpha: Number = Field(gt=0)
     dropout: float = Field(default=0.0, ge=0, lt=1)
 
 
@@ -265,8 +274,8 @@ class Stage(StrictMapping):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$")
     train: str | list[str]
     lora: Lora | None = None
-    objective: dict[ObjectiveName, PositiveFloat] = Field(default={"lm": 1.0}, min_length=1)
-    answer_weight: float = Field(default=0.0, ge=0)
+    objective: dict[ObjectiveName, Annotated[Number, Field(gt=0)]] = Field(default={"lm": 1.0}, min_length=1)
+    answer_weight: Number = Field(default=0.0, ge=0)
     training: dict[str, Any]
 
     @model_validator(mode="before")
