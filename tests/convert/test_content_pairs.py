@@ -18,8 +18,8 @@ from coca_hf.convert.config import slow_pairs
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
 from tests.convert.checkpoints import Stop, assert_same_weights, edit_config, record_of, refuses
-from tests.convert.test_families import write_golden
 from tests.models.families import tiny_model, tokens
+from tests.models.test_golden import write_golden
 
 
 def test_the_checkpoint_is_the_patched_model_and_says_how_many(tiny_llama_dir, tmp_path, converts):

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 import xxhash
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from coca_hf import CocaError, convert_checkpoint, patch_
@@ -22,7 +22,6 @@ from tests.convert.checkpoints import (
     weights_of,
 )
 from tests.models.families import stock_model
-from tests.models.test_golden import GOLDEN
 
 IDS = torch.arange(60).view(2, 30) * 5 % 251
 
@@ -217,21 +216,6 @@ def test_an_untied_head_is_kept_although_the_config_calls_it_tied(tmp_path, fami
     patched = patch_(original)
     assert torch.equal(patched.lm_head.weight, got.lm_head.weight)
     assert patched.config.tie_word_embeddings is (head != "other")
-
-
-@pytest.mark.parametrize("case", ["mha", "gqa", "linear", "dynamic"])
-def test_released_full_width_layout_is_folded_and_gives_its_logits(tmp_path, case):
-    golden = load_file(GOLDEN / f"{case}.safetensors")
-    weights = {name[2:]: tensor for name, tensor in golden.items() if name.startswith("w.")}
-    (tmp_path / "src").mkdir()
-    save_file(weights, tmp_path / "src" / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((GOLDEN / "configs.json").read_text())[case]
-    (tmp_path / "src" / "config.json").write_text(json.dumps(config))
-    record = convert_checkpoint(tmp_path / "src", tmp_path / "dst")
-    assert "released" in record["source_format"]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
-    # see test_golden
-    assert (model(golden["input_ids"]).logits - golden["logits"]).abs().max() < 2e-5
 
 
 def test_record_says_what_was_converted_and_by_which_rule(tiny_llama_dir, tiny_coca_dir):

@@ -17,8 +17,8 @@ from coca_hf.convert.calibration import layer_harms, most_harmful
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
 from coca_hf.models.attention import KeptAttention
 from tests.convert.checkpoints import record_of, refuses
-from tests.convert.test_families import write_golden
 from tests.models.families import CASES, WINDOW, stock_model, tokens
+from tests.models.test_golden import write_golden
 
 EVERY_CASE = pytest.mark.parametrize("case", CASES)
 KEPT = {"kept": (2, 0)}
