@@ -17,6 +17,14 @@ PROCESSES.set_forkserver_preload(
 )
 
 
+def exit_code_of(function, *arguments):
+    """The exit code of a process that calls `function`."""
+    process = PROCESSES.Process(target=function, args=arguments)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
 class Stop(BaseException):
     """Like KeyboardInterrupt, at a chosen moment."""
 
@@ -60,6 +68,13 @@ def assert_same_weights(first, second):
 def write(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
+
+
+def write_text(directory):
+    """A text to calibrate on."""
+    file = directory / "text.txt"
+    file.write_text("".join(f"{n} times {n % 7} is {n * (n % 7)}; " for n in range(400)))
+    return file
 
 
 def files_of(directory):

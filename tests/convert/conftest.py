@@ -14,6 +14,7 @@ from coca_hf.convert.config import Form
 from coca_hf.convert.layer_pairs import LayerPairs
 from coca_hf.convert.layout import Layout
 from coca_hf.convert.source import open_source
+from tests.convert.checkpoints import write_text
 from tests.models.families import stock_model
 
 
@@ -78,9 +79,7 @@ def source(tmp_path, tiny_llama_dir):
 
 @pytest.fixture
 def text(tmp_path):
-    file = tmp_path / "text.txt"
-    file.write_text("".join(f"{n} times {n % 7} is {n * (n % 7)}; " for n in range(400)))
-    return file
+    return write_text(tmp_path)
 
 
 @pytest.fixture

@@ -50,16 +50,17 @@ from coca_hf.held_out import most_held_out
 from coca_hf.models.attention import NO_CONTENT, ContentPairs, scaled_key
 from coca_hf.tokens import Encoder, skipped_positions
 from tests.convert.checkpoints import (
-    PROCESSES,
     assert_same_weights,
     edit_config,
     edit_weights,
+    exit_code_of,
     record_of,
     refuses,
     weights_of,
+    write_text,
 )
 from tests.hub import serving_data_set
-from tests.models.families import CASES, WINDOW, stock_model
+from tests.models.families import EVERY_CASE_UNDER_ONE_CONSTRAINT, WINDOW, stock_model
 
 CONTENT = ({}, {"content_pairs": 2, "content_layers": [0]})
 
@@ -79,22 +80,23 @@ def perplexity(model, ids):
     return math.exp(model(input_ids=ids, labels=ids).loss.item())
 
 
-@pytest.mark.parametrize(
-    ("case", "constraint"), [*zip(CASES, itertools.cycle(["slack", "strict"]), strict=False)]
-)
-def test_attention_gets_closer_and_perplexities_are_those_of_the_models(
+@EVERY_CASE_UNDER_ONE_CONSTRAINT
+def test_attention_gets_closer_except_in_kept_layers_and_perplexities_are_those_of_the_models(
     case, constraint, pairs_of, tmp_path
 ):
     original, ids = stock_model(case), blocks_of(24)
-    result = calibrate(pairs_of(original, constraint), ids, ids, tmp_path / "layers", passes=10)
+    kept = [1] if case in ("qwen3-window", "neox-partial") else []
+    pairs = pairs_of(original, constraint, kept)
+    result = calibrate(pairs, ids, ids, tmp_path / "layers", passes=4)
+    coca = patch_(copy.copy(original), constraint, keep_layers=kept).eval()
+    fitted = {0, 1, 2} - {*coca.config.coca_kept_layers}
     assert {name.split(".")[-2] for name in result.tensors} == {"q_proj", "t_proj"}
-    coca = patch_(copy.copy(original), constraint).eval()
-    fitted = [result.layers[n] for n in {0, 1, 2} - {*coca.config.coca_kept_layers}]
-    assert all(layer.kl_fitted < 0.9 * layer.kl_start for layer in fitted), fitted
-    assert_perplexities_are_those_of_the_models(result, original, coca, ids)
-
-
-def assert_perplexities_are_those_of_the_models(result, original, coca, ids):
+    assert {int(name.split(".")[2]) for name in result.tensors} == fitted
+    for number, layer in enumerate(result.layers):
+        if number in fitted:
+            assert layer.kl_fitted < 0.9 * layer.kl_start
+        else:
+            assert layer.kl_fitted == layer.kl_start
     expected = {"original": perplexity(original, ids), "start": perplexity(coca, ids)}
     assert not coca.load_state_dict(result.tensors, strict=False).unexpected_keys
     assert result.perplexity == pytest.approx(expected, rel=1e-4)
@@ -153,17 +155,6 @@ def test_matrices_are_multiplied_in_bfloat16_if_the_processor_can(capability, mo
             torch.cpu, "get_capabilities", lambda has_it=has_it: {capability: has_it}
         )
         assert matrix_dtype(device) == expected
-
-
-@pytest.mark.parametrize("case", ["qwen3-window", "neox-partial"])
-def test_kept_layers_are_not_fitted_but_run(case, pairs_of, tmp_path):
-    original, ids = stock_model(case), blocks_of(24)
-    pairs = pairs_of(original, kept_layers=[1])
-    result = calibrate(pairs, ids, ids, tmp_path / "layers", passes=10)
-    coca = patch_(copy.copy(original), keep_layers=[1]).eval()
-    assert {name.split(".")[2] for name in result.tensors} == {"0", "2"}
-    assert [layer.kl_start > layer.kl_fitted for layer in result.layers] == [True, False, True]
-    assert_perplexities_are_those_of_the_models(result, original, coca, ids)
 
 
 @pytest.mark.parametrize("content", CONTENT)
@@ -376,10 +367,9 @@ def convert(src, dst, text, **options):
 
 
 def test_only_queries_coefficients_and_outputs_differ_and_the_record_says_what_was_done(
-    tiny_llama_dir, text, tmp_path
+    tiny_llama_dir, tmp_path, whole
 ):
-    dst = tmp_path / "calibrated"
-    record = convert(tiny_llama_dir, dst, text)
+    dst, record = whole
     plain_record = convert_checkpoint(tiny_llama_dir, tmp_path / "plain")
     ours, plain = weights_of(dst), weights_of(tmp_path / "plain")
     changed = {name for name in plain if not torch.equal(ours[name], plain[name])}
@@ -388,7 +378,7 @@ def test_only_queries_coefficients_and_outputs_differ_and_the_record_says_what_w
     assert record == record_of(dst)
     facts = record["calibration"]
     expected = {"tokens": 256, "repeated_tokens": 256, "block_tokens": 64, "reach": 64}
-    expected |= {"held_out_tokens": 512, "seed": 0, "text": text.name}
+    expected |= {"held_out_tokens": 512, "seed": 0, "text": "text.txt"}
     assert {name: facts[name] for name in expected} == expected
     assert len(facts["attention_kl"]) == 3
     assert all(layer["kl_fitted"] < layer["kl_start"] for layer in facts["attention_kl"])
@@ -402,11 +392,12 @@ def test_only_queries_coefficients_and_outputs_differ_and_the_record_says_what_w
     assert record["source_xxh3_128"] == plain_record["source_xxh3_128"]
 
 
-def test_a_baked_ntk_base_changes_neither_blocks_nor_positions(tiny_llama_dir, text, tmp_path):
+def test_a_baked_ntk_base_changes_neither_blocks_nor_positions(
+    tiny_llama_dir, text, tmp_path, whole
+):
     record = convert(tiny_llama_dir, tmp_path / "baked", text, ntk_length=4096)
-    plain = convert(tiny_llama_dir, tmp_path / "plain", text)
     assert record["calibration"]["block_tokens"] == record["calibration"]["reach"] == 64
-    assert record["calibration"]["attention_kl"] == plain["calibration"]["attention_kl"]
+    assert record["calibration"]["attention_kl"] == whole[1]["calibration"]["attention_kl"]
 
 
 def interrupted(*arguments, **options):
@@ -432,6 +423,13 @@ def convert_killed(*arguments):
     convert(*arguments)
 
 
+@pytest.fixture(scope="module")
+def whole(tiny_llama_dir, tmp_path_factory):
+    """A conversion that nothing interrupted: the directory and the record."""
+    directory = tmp_path_factory.mktemp("whole")
+    return directory / "dst", convert(tiny_llama_dir, directory / "dst", write_text(directory))
+
+
 @pytest.fixture
 def loads(monkeypatch):
     """The numbers of the layers that were loaded."""
@@ -447,28 +445,22 @@ def loads(monkeypatch):
 
 @pytest.mark.real
 def test_killed_in_a_layer_it_continues_with_that_layer_to_the_same_bits(
-    tiny_llama_dir, text, tmp_path, fits, loads
+    tiny_llama_dir, text, tmp_path, fits, loads, whole
 ):
-    expected = convert(tiny_llama_dir, tmp_path / "whole", text)
-    fits.clear()
-    loads.clear()
     arguments = tiny_llama_dir, tmp_path / "cut", text
-    process = PROCESSES.Process(target=convert_killed, args=arguments)
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    assert exit_code_of(convert_killed, *arguments) == -signal.SIGKILL
     record = convert(*arguments)
     assert fits == [1, 2]
     assert 0 not in loads[:-3]  # in which all layers get their W_O
-    assert_same_weights(tmp_path / "cut", tmp_path / "whole")
+    assert_same_weights(tmp_path / "cut", whole[0])
     for fact in ("perplexity", "attention_kl"):
-        assert record["calibration"][fact] == expected["calibration"][fact]
+        assert record["calibration"][fact] == whole[1]["calibration"][fact]
     assert not (tmp_path / ".cut.incomplete").exists()
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-1] + b"?", lambda data: data[:-1000]])
 def test_damaged_states_are_recomputed_and_fitted_layers_reused(
-    damage, tiny_llama_dir, text, tmp_path, fits, loads
+    damage, tiny_llama_dir, text, tmp_path, fits, loads, whole
 ):
     interrupted(tiny_llama_dir, tmp_path / "dst", text)
     folder = tmp_path / ".dst.incomplete" / "calibrated"
@@ -477,8 +469,7 @@ def test_damaged_states_are_recomputed_and_fitted_layers_reused(
     convert(tiny_llama_dir, tmp_path / "dst", text)
     assert fits == [0, 1, 2]
     assert loads[-6:] == [0, 1, 2, 0, 1, 2]
-    convert(tiny_llama_dir, tmp_path / "whole", text)
-    assert_same_weights(tmp_path / "dst", tmp_path / "whole")
+    assert_same_weights(tmp_path / "dst", whole[0])
 
 
 def test_hidden_states_are_on_the_disk_while_layers_are_fitted_and_gone_afterwards(
@@ -683,24 +674,23 @@ def test_fused_tensors_of_gpt_neox_are_checked_before_any_layer(
     assert fits == []
 
 
-def test_ignored_fields_are_left_out_of_the_calibrated_model(
-    tiny_llama_dir, source, text, tmp_path
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"seq_len": 5, "neuron_cores": 2}, {"ignore_fields": ["seq_len", "neuron_cores"]}),
+        ({"dtype": "float8_e4m3fn"}, {"dtype": "float32"}),
+    ],
+    ids=["ignored fields", "eight bits"],
+)
+def test_fields_that_leave_the_weights_as_they_are_change_no_calibration(
+    tiny_llama_dir, source, text, tmp_path, fields, options
 ):
-    edit_config(source, seq_len=5, neuron_cores=2)
-    ignored = ["seq_len", "neuron_cores"]
-    convert(source, tmp_path / "dst", text, calibrate_passes=1, ignore_fields=ignored)
+    edit_config(source, **fields)
+    convert(source, tmp_path / "dst", text, calibrate_passes=1, **options)
     convert(tiny_llama_dir, tmp_path / "plain", text, calibrate_passes=1)
-    written = [(tmp_path / name / "config.json").read_bytes() for name in ("dst", "plain")]
-    assert written[0] == written[1]
-    assert_same_weights(tmp_path / "dst", tmp_path / "plain")
-
-
-def test_a_config_that_states_eight_bits_is_calibrated_as_one_without(
-    tiny_llama_dir, source, text, tmp_path
-):
-    edit_config(source, dtype="float8_e4m3fn")
-    for name, src in (("dst", source), ("plain", tiny_llama_dir)):
-        convert(src, tmp_path / name, text, calibrate_passes=1, dtype="float32")
+    assert record_of(tmp_path / "dst", "config.json") == record_of(
+        tmp_path / "plain", "config.json"
+    )
     assert_same_weights(tmp_path / "dst", tmp_path / "plain")
 
 

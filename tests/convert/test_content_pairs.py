@@ -18,8 +18,8 @@ from coca_hf.convert.config import slow_pairs
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
 from tests.convert.checkpoints import Stop, assert_same_weights, edit_config, record_of, refuses
-from tests.convert.test_families import write_golden
 from tests.models.families import tiny_model, tokens
+from tests.models.test_golden import write_golden
 
 
 def test_the_checkpoint_is_the_patched_model_and_says_how_many(tiny_llama_dir, tmp_path, converts):
@@ -204,16 +204,15 @@ def test_auto_chooses_the_layers_that_a_short_fit_brings_nearer(
     """The written model is the one that was fitted: naming the chosen layers gives the same bytes,
     and so does a run that is interrupted.
     """
-    margin = 0.95  # tells the layers of this model apart
+    margin = 0.96  # tells the layers of this model apart
     monkeypatch.setattr(calibrate, "TRIAL_MARGIN", margin)
-    monkeypatch.setattr(calibrate, "TRIAL_STEPS", 64)
+    monkeypatch.setattr(calibrate, "TRIAL_STEPS", 32)  # the 2 passes over 16 blocks of a fit
     options = {**calibrating, "content_pairs": 1, "keep_layers": 1}
     record = convert_checkpoint(tiny_llama_dir, tmp_path / "auto", **options, content_layers="auto")
-    fitted = {"few": calibrating, "more": {**calibrating, "content_layers": [0, 1, 2]}}
-    passes = {"content_pairs": 1, "calibrate_passes": 4}  # 64 steps of 16 blocks
     kls = {}
-    for name, some in fitted.items():
-        trial = convert_checkpoint(tiny_llama_dir, tmp_path / name, **{**some, **passes})
+    for name, layers in {"few": [], "more": [0, 1, 2]}.items():
+        content = {"content_pairs": 1, "content_layers": layers}
+        trial = convert_checkpoint(tiny_llama_dir, tmp_path / name, **calibrating, **content)
         kls[name] = [layer["kl_fitted"] for layer in trial["calibration"]["attention_kl"]]
     expected = [
         layer
@@ -273,14 +272,3 @@ def test_iterables_are_read_once(tiny_llama_dir, tmp_path):
     layers = {"keep_layers": iter([0]), "content_layers": iter([1, 2])}
     record = convert_checkpoint(tiny_llama_dir, tmp_path / "dst", **layers)
     assert (record["kept_layers"], record["content_layers"]) == ([0], [1, 2])
-
-
-def test_the_cache_has_angles_for_each_kind_of_content_pairs(tiny_llama_dir, tmp_path):
-    """Bytes a token, as the record and `inspect` say, are those of the tensors."""
-    for name, layers in {"one": [], "two": [1], "all": [0, 1, 2]}.items():
-        record = convert_checkpoint(tiny_llama_dir, tmp_path / name, content_layers=layers)
-        model, ids = AutoModelForCausalLM.from_pretrained(tmp_path / name), tokens(1, 9)
-        cache = model(ids, use_cache=True).past_key_values
-        held = sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values))
-        assert held == 9 * record["kv_cache_bytes_per_token"]["after"]
-        assert held == 9 * inspect_checkpoint(tmp_path / name)["kv_bytes_per_token"]

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from coca_hf import convert_checkpoint
-from tests.convert.checkpoints import PROCESSES, Stop, files_of, record_of, refuses, write
+from tests.convert.checkpoints import Stop, exit_code_of, files_of, record_of, refuses, write
 
 
 def once(action):
@@ -321,12 +321,10 @@ def test_killed_at_any_touch_of_a_file_it_leaves_the_old_or_the_new_checkpoint_a
     convert_checkpoint(tiny_llama_dir, tmp_path / "expected", max_shard_size="60KB")
     before = files_of(old)
     for number in itertools.count(1, 2):
-        process = PROCESSES.Process(target=convert_killed, args=(tiny_llama_dir, old, number))
-        process.start()
-        process.join()
-        if process.exitcode == 0:
+        code = exit_code_of(convert_killed, tiny_llama_dir, old, number)
+        if code == 0:
             break
-        assert process.exitcode == -signal.SIGKILL
+        assert code == -signal.SIGKILL
         moved = tmp_path / ".dst.incomplete" / "replaced"
         found = old if old.exists() else moved
         assert files_of(found) == before or weights(found) == weights(tmp_path / "expected"), number

@@ -13,8 +13,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_hf import CocaError, convert_checkpoint
-from tests.convert import checkpoints
-from tests.convert.checkpoints import PROCESSES, Stop, edit_weights, record_of, refuses
+from tests.convert.checkpoints import (
+    PROCESSES,
+    Stop,
+    edit_weights,
+    exit_code_of,
+    record_of,
+    refuses,
+    weights_of,
+)
 
 SHARDS = {"max_shard_size": "300KB"}
 
@@ -109,10 +116,7 @@ def test_a_killed_conversion_continues_from_its_finished_shards(source, expected
     dst, moment = tmp_path / "dst", random.Random(8)
     for _ in range(5):
         arguments = source, dst, moment.uniform(2e6, 3.3e6)
-        process = PROCESSES.Process(target=convert_killed, args=arguments)
-        process.start()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
+        assert exit_code_of(convert_killed, *arguments) == -signal.SIGKILL
         assert not dst.exists()
         continues(source, dst, expected)
         shutil.rmtree(dst)
@@ -183,7 +187,7 @@ def test_progress_counts_every_byte_once_from_one_thread_at_a_time(source, expec
     convert_checkpoint(source, tmp_path / "dst", **SHARDS, progress=progress)
     done, totals = zip(*steps, strict=True)
     assert list(done) == sorted(done)
-    written = checkpoints.weights_of(tmp_path / "dst").values()
+    written = weights_of(tmp_path / "dst").values()
     assert done[-1] == sum(tensor.nbytes for tensor in written)
     assert set(totals[1:]) == {done[-1]}
 

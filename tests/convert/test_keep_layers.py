@@ -17,10 +17,9 @@ from coca_hf.convert.calibration import layer_harms, most_harmful
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
 from coca_hf.models.attention import KeptAttention
 from tests.convert.checkpoints import record_of, refuses
-from tests.convert.test_families import write_golden
-from tests.models.families import CASES, WINDOW, stock_model, tokens
+from tests.models.families import CASES, EVERY_CASE, WINDOW, stock_model, tokens
+from tests.models.test_golden import write_golden
 
-EVERY_CASE = pytest.mark.parametrize("case", CASES)
 KEPT = {"kept": (2, 0)}
 
 
@@ -45,18 +44,26 @@ def test_kept_layers_have_the_sources_tensors_and_the_checkpoint_loads_clean(con
         assert all(torch.equal(after[name], before[name]) for name in kept)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen2-window", "neox-partial"])
-def test_inspect_and_record_state_the_bytes_of_the_cache(converted, case):
-    _, dst, record = converted(case, **KEPT)
-    facts, model = inspect_checkpoint(dst), AutoModelForCausalLM.from_pretrained(dst)
+@pytest.mark.parametrize(
+    ("case", "kept", "content"),
+    [
+        *((case, [0, 2], []) for case in ("llama", "qwen2-window", "neox-partial")),
+        *(("llama", [], content) for content in ([], [1], [0, 1, 2])),
+    ],
+)
+def test_inspect_and_record_state_the_bytes_of_the_cache(converted, case, kept, content, tmp_path):
+    options = {"keep_layers": kept, "content_layers": content}
+    record = convert_checkpoint(converted(case)[0], tmp_path / "dst", **options)
+    facts = inspect_checkpoint(tmp_path / "dst")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
     cache = model(tokens(1, 5), use_cache=True).past_key_values
     held = sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
     assert facts["kv_bytes_per_token"] + facts["kv_bytes_fixed"] // 7 == held // 5
     if not facts["kv_bytes_fixed"]:
         assert record["kv_cache_bytes_per_token"]["after"] == facts["kv_bytes_per_token"]
         assert record["kv_cache_bytes_per_token"]["before"] == facts["kv_bytes_per_token_standard"]
-    assert facts["kept_layers"] == [0, 2]
-    assert "CoCA, slack; the original's in layers 0, 2" in describe(facts)
+    assert facts["kept_layers"] == kept
+    assert ("CoCA, slack; the original's in layers 0, 2" in describe(facts)) == bool(kept)
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3", "neox-partial"])

@@ -63,12 +63,6 @@ def test_other_scales_are_refused(value, tiny_llama_dir, tmp_path):
         CocaLlamaConfig(coca_log_scale=value)
 
 
-def test_layers_cannot_change_in_the_same_command(tiny_llama_dir, tmp_path):
-    convert_checkpoint(tiny_llama_dir, tmp_path / "coca", keep_layers=[0, 1])
-    message = r"--keep-layers: got \[1\], expected \[0, 1\], the source's"
-    refuses(message, tmp_path / "coca", tmp_path / "dst", log_scale=0.1, keep_layers=[1])
-
-
 def test_calibration_with_one_is_refused(tiny_llama_dir, calibrating, tmp_path):
     """Its fit has no factor, and its positions are not numbers of keys."""
     options = {**calibrating, "log_scale": 0.1}

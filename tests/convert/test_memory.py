@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_hf import convert_checkpoint
-from tests.convert.checkpoints import PROCESSES
+from tests.convert.checkpoints import PROCESSES, exit_code_of
 
 
 def anonymous_bytes():
@@ -46,10 +46,7 @@ def test_memory_does_not_grow_with_the_number_of_layers(calibrates, tiny_tokeniz
         LlamaForCausalLM(config).save_pretrained(src, max_shard_size="20MB")
         tiny_tokenizer.save_pretrained(src)
         peak = PROCESSES.SimpleQueue()
-        process = PROCESSES.Process(target=convert_watched, args=(src, dst, peak, options))
-        process.start()
-        process.join()
-        assert process.exitcode == 0
+        assert exit_code_of(convert_watched, src, dst, peak, options) == 0
         peaks.append(peak.get())
         sizes.append(sum(file.stat().st_size for file in src.glob("*.safetensors")))
         assert len(list(dst.glob("*.safetensors"))) > num_layers // 2

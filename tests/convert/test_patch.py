@@ -97,14 +97,23 @@ def test_what_is_not_a_plain_llama_is_refused_and_left_as_it_was(model, message)
     assert type(other) is before
 
 
-@pytest.mark.parametrize("part", ["", "model.layers.1.mlp"])
-@pytest.mark.parametrize("way", ["compile", "forward"])
-def test_what_is_compiled_in_place_or_has_another_forward_is_refused(model, part, way):
-    module = model.get_submodule(part)
-    if way == "compile":
-        module.compile()
-    else:
-        module.forward = torch.compile(module.forward)
+def with_compiled_forward(module):
+    module.forward = torch.compile(module.forward)
+
+
+CHANGED = {
+    "compiled": lambda module: module.compile(),
+    "forward": with_compiled_forward,
+    "hook": lambda module: module.register_forward_hook(lambda *_: None),
+    "pre-hook": lambda module: module.register_forward_pre_hook(lambda *_: None),
+    "backward hook": lambda module: module.register_full_backward_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("part", ["", "model.layers.1.mlp", "model.norm"])
+@pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
+def test_what_is_compiled_or_has_hooks_or_another_forward_is_refused(model, part, change):
+    change(model.get_submodule(part))
     with pytest.raises(CocaError, match=f"patch_: {part or 'the model'} is compiled or has hooks"):
         patch_(model)
     assert type(model) is LlamaForCausalLM
@@ -133,23 +142,13 @@ def test_a_field_that_is_not_understood_can_be_ignored_and_the_message_names_the
     assert not hasattr(patch_(model, ignore_fields=["seq_len"]).config, "seq_len")
 
 
-def test_hooks_and_offloaded_weights_are_refused_and_the_model_does_not_change(tiny_llama_dir):
-    ids = torch.arange(20)[None]
-    for where, module, register in (
-        ("the model", "", "register_forward_hook"),
-        ("model.layers.1.mlp", "model.layers.1.mlp", "register_forward_pre_hook"),
-        ("model.norm", "model.norm", "register_full_backward_hook"),
-    ):
-        model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
-        getattr(model.get_submodule(module), register)(lambda *_: None)
-        with pytest.raises(CocaError, match=f"patch_: {where} is compiled or has hooks"):
-            patch_(model)
-        assert type(model) is LlamaForCausalLM
+def test_offloaded_weights_are_refused_and_hooks_of_transformers_are_not(model):
     with torch.device("meta"):
-        model = LlamaForCausalLM(model.config)
+        offloaded = LlamaForCausalLM(model.config)
     with pytest.raises(CocaError, match=r"patch_: model.embed_tokens.weight is a Tensor on meta"):
-        patch_(model)
-    model = LlamaForCausalLM.from_pretrained(tiny_llama_dir, attn_implementation="eager")
+        patch_(offloaded)
+    ids = torch.arange(20)[None]
+    model.set_attn_implementation("eager")
     model(ids, output_attentions=True)  # transformers' own hooks stay behind
     assert len(patch_(model)(ids, output_attentions=True).attentions) == 3
 

@@ -25,6 +25,7 @@ from tests.models.families import (
     coca_model,
     reference_logits,
     stock_model,
+    tiny_model,
     tokens,
 )
 
@@ -73,6 +74,13 @@ def test_the_reference_has_the_projections_of_its_family(case, constraint):
     reference, ids = use_reference_(use_reference_(copy.deepcopy(model))), tokens()
     got, expected = model(ids).logits, reference(ids).logits
     assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_reference_refuses_a_cache_and_a_model_without_coca(tiny_llama_dir):
+    with pytest.raises(ValueError, match="expected use_cache=False"):
+        use_reference_(tiny_model())(tokens(), use_cache=True)
+    with pytest.raises(ValueError, match="which has no CoCA attention"):
+        use_reference_(LlamaForCausalLM.from_pretrained(tiny_llama_dir))
 
 
 @EVERY_CASE_UNDER_ONE_CONSTRAINT
@@ -197,3 +205,43 @@ def test_large_biases_of_queries_are_held_in_float16(backend, constraint):
     expected = model.float()(ids, attention_mask=mask).logits[mask.bool()]
     assert (got - expected).norm() < 1e-2 * expected.norm()
     assert all(logits.isfinite().all() for logits in generated.logits)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    model, ids = tiny_model().train(), tokens()
+    model(ids, labels=ids).loss.backward()
+    plain = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    model(ids, labels=ids).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain[name])
+    assert plain["model.layers.0.self_attn.t_proj.weight"].abs().max() > 0
+
+
+def test_tied_embeddings_stay_tied_through_saving(tmp_path):
+    model = tiny_model(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(again, coca_hf.CocaLlamaForCausalLM)
+    assert again.lm_head.weight.data_ptr() == again.model.embed_tokens.weight.data_ptr()
+    assert torch.equal(again(tokens()).logits, model(tokens()).logits)
+
+
+ROPE = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"coca_constraint": "loose"}, "loose"),
+        ({"head_dim": 7}, "head_dim is 7, expected an even number"),
+        (
+            {"rope_parameters": ROPE},
+            "'proportional' is not supported with CoCA; supported: default",
+        ),
+    ],
+)
+def test_values_that_make_no_model_are_refused(fields, message):
+    with pytest.raises(Exception, match=message):
+        tiny_model(**fields)

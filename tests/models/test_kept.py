@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from coca_hf import CocaLlamaConfig, patch_
 from coca_hf.errors import CocaError
 from coca_hf.models.attention import KeptAttention
-from coca_hf.models.cache import CocaCache
 from tests.models.families import (
     EVERY_CASE,
     EVERY_CASE_UNDER_ONE_CONSTRAINT,
@@ -73,15 +72,6 @@ def test_a_mix_is_the_original_and_the_converted_model_layer_by_layer(case, cons
     assert (got - expected).abs().max() < 1e-6
     assert (got - stock(ids).logits).abs().max() > 1e-2
     assert (got - converted(ids).logits).abs().max() > 1e-2
-
-
-def test_the_cache_holds_half_width_keys_where_coca_is_and_full_ones_where_not():
-    model, ids = coca_model("llama", keep_layers=[1]), tokens()
-    cache = CocaCache(model.config)
-    model(ids, past_key_values=cache)
-    # the last are the angles
-    assert [layer.keys.shape[-1] for layer in cache.layers] == [4, 8, 4, 4]
-    assert [layer.values.shape[-1] for layer in cache.layers[:3]] == [8, 8, 8]
 
 
 def test_kept_layers_have_the_angles_of_dynamic_ntk_and_of_longer_texts_decode_alike():
@@ -200,13 +190,6 @@ def test_decoding_with_a_window_over_kept_layers_is_exact_and_caches_no_more(cas
     widths = [head_dim if number in kept else head_dim // 2 for number in range(3)]
     assert [layer.keys.shape[-1] for layer in layers] == [*widths, head_dim // 2]  # of the angles
     assert [layer.values.shape[-1] for layer in layers[:3]] == [head_dim] * 3
-
-
-def test_layers_without_rotary_embedding_need_no_window():
-    model = coca_model("smollm3", keep_layers=[1], keep_window=5)
-    rotated = model.config.no_rope_layers[:3]
-    assert set(model.config.coca_kept_layers) == {1, *(i for i in range(3) if not rotated[i])}
-    assert model.config.layer_types == ["full_attention", "sliding_attention", "full_attention"]
 
 
 @pytest.mark.parametrize("case", ["llama", "mistral", "phi3-partial"])
