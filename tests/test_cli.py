@@ -10,6 +10,7 @@ import pytest
 
 SLOW = ("torch", "transformers", "datasets", "matplotlib", "coca_hf")
 PERPLEXITY = "coca-eval perplexity a --lengths 8 --out b"
+COPYING = "coca-eval copying a --lengths 8 --out b"
 HELP = [
     "coca-convert --help",
     "coca-train --help",
@@ -51,17 +52,38 @@ WRONG = {
     "coca-convert a b --ntk-factor x": "--ntk-factor: got x, expected a valid number",
     "coca-convert a": "Missing argument 'dst'",
     "coca-train a.yaml --stages k": "No such option: --stages",
+    "coca-train a --plan --stage k": "--stage: --plan does not take it, only a run does; leave it",
+    "coca-train a --plan --out x": "--out: --plan does not take it, only a run does",
+    "coca-train a --prepare --resume": "--resume: --prepare does not take it, only a run does",
+    "coca-train a --prepare --json": "--json: --prepare does not take it, only --plan does",
+    "coca-train a --gpu H100": "--gpu: a run does not take it, only --plan does; leave it out",
+    "coca-train a --world-size 1": "--world-size: a run does not take it, only --plan or --prepare",
+    "coca-train a --plan --prepare": "--plan, --prepare: got both, expected one of them",
     "coca-eval perplexi": "No such command 'perplexi'. Did you mean 'perplexity'?",
     f"{PERPLEXITY} --stride 0": "--stride: got 0, expected greater than or equal to 1",
     f"{PERPLEXITY} --stride 1.5": "--stride: got 1.5, expected a valid integer",
     f"{PERPLEXITY} --seed -1": "--seed: got -1, expected greater than or equal to 0",
     f"{PERPLEXITY} --stride": "Option '--stride' requires an argument",
-    PERPLEXITY: "--data, --preset: got both or neither",
+    f"{PERPLEXITY} --batch-size 0": "--batch-size: got '0', expected auto or a whole number from 1 to",
+    PERPLEXITY: "--data, --preset: got both or neither, expected one of them",
+    f"{PERPLEXITY} --data c --preset pg19": "--data, --preset: got both or neither, expected one of",
+    f"{PERPLEXITY} --preset pg19 --split train": "--split: got it with --preset, which has its own; "
+    "leave it out",
+    f"{COPYING} --data c --preset pg19": "--data, --preset: got both or neither, expected one of",
+    f"{COPYING} --max-tokens 99": "--max-tokens: got it without --data or --preset, expected one of",
     "coca-eval passkey a --depths 1001": "--depths: got 1001, expected less than or equal to 1000",
-    "coca-eval passkey a --lengths x --out b": "--lengths: got 'x', expected whole numbers",
+    **{
+        f"coca-eval passkey a --lengths={lengths} --out b": f"error: --lengths: got {lengths!r}, "
+        "expected whole numbers from 2 to 999999999, as in 512,1024,2048\n"
+        for lengths in ("512,x", "1", "-4", "64,,128", "9" * 5000)
+    },
+    "coca-eval speed a --lengths 8 --out b --baseline-name=c": "--baseline-name: got 'c' without "
+    "--baseline, expected both",
     "coca-eval report a --out=": "--out: got an empty word, expected a value; is a variable unset?",
     "coca-eval tasks a --out b": "--tasks, --ruler: got neither, expected at least one of them",
     "coca-eval tasks a --out b --ruler 1": "--ruler: got '1', expected whole numbers",
+    "coca-eval tasks a --out b --ruler 512 --include-path c": "--include-path: got it without "
+    "--tasks, expected the names of your tasks",
 }
 
 
@@ -72,10 +94,10 @@ def test_help_imports_nothing_that_takes_seconds(run, command):
     assert f"Usage: {command.removesuffix(' --help')}" in printed
 
 
-@pytest.mark.parametrize("command", WRONG)
+@pytest.mark.parametrize("command", WRONG, ids=lambda command: command[:80])
 def test_a_wrong_option_is_refused_in_one_line_before_anything_is_imported(run, command):
-    code, _, printed = run[command]
-    assert code == 2
+    code, stdout, printed = run[command]
+    assert (code, stdout) == (2, "")
     assert printed.startswith("error: ")
     assert WRONG[command] in printed
     assert printed.count("\n") == 1

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from coca_hf import CocaLlamaForCausalLM
 
-TARGETS = ("q_proj", "t_proj", "v_proj")
 IDS = torch.arange(2 * 13).reshape(2, 13) * 7 % 251
 
 
@@ -24,20 +23,29 @@ def logits(model):
         return model(IDS).logits
 
 
-@pytest.fixture(scope="module")
-def trained(tiny_coca_dir):
-    """An adapter of rank 3 after two steps of AdamW."""
+def train(base, steps, lr):
+    """The base with an adapter of rank 3 after steps of AdamW, and the loss of each step."""
     torch.manual_seed(0)
+    targets = ["q_proj", "t_proj", "v_proj"]
     model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(tiny_coca_dir),
-        LoraConfig(r=3, lora_alpha=12, target_modules=list(TARGETS), task_type="CAUSAL_LM"),
+        base, LoraConfig(r=3, lora_alpha=12, target_modules=targets, task_type="CAUSAL_LM")
     )
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    for _ in range(2):  # the first moves B only, which starts at zero
-        model(IDS, labels=IDS).loss.backward()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+    losses = []
+    for _ in range(steps):
+        loss = model(IDS, labels=IDS).loss
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model.eval()
+        losses.append(loss.item())
+    return model.eval(), losses
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_coca_dir):
+    base = AutoModelForCausalLM.from_pretrained(tiny_coca_dir)
+    model, _ = train(base, 2, 0.05)  # the first step moves B only, which starts at zero
+    return model
 
 
 def test_a_saved_adapter_loads_from_its_directory_and_over_its_base(
@@ -86,19 +94,7 @@ def test_qlora_trains_over_four_bits_and_merges_into_the_full_model(tiny_coca_di
         device_map="cpu",
     )
     assert base.model.layers[0].self_attn.t_proj.weight.dtype == torch.uint8  # two numbers a byte
-    torch.manual_seed(0)
-    model = get_peft_model(
-        prepare_model_for_kbit_training(base),
-        LoraConfig(r=3, lora_alpha=12, target_modules=list(TARGETS), task_type="CAUSAL_LM"),
-    )
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
-    losses = []
-    for _ in range(8):
-        loss = model(IDS, labels=IDS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    model, losses = train(prepare_model_for_kbit_training(base), 8, 0.02)
     assert losses[-1] < losses[0] - 0.1
     model.save_pretrained(tmp_path / "adapter")
     full = AutoModelForCausalLM.from_pretrained(tiny_coca_dir)

@@ -82,29 +82,19 @@ def test_a_passage_is_read_again_from_each_document_in_turn(coca, books, tmp_pat
     assert (row["documents"], row["tokens"]) == (3, 7 * 19)
 
 
-def test_copying_of_documents_has_its_own_table(tiny_coca_dir, books, tmp_path, coca_eval):
-    out, options = tmp_path / "out", f"--lengths 32 --cases 2 --out {tmp_path / 'out'}"
-    for more in ("", f"--data {books}"):
-        code, _, stderr = coca_eval(f"copying {tiny_coca_dir}", options, more)
+def test_random_tokens_and_each_column_of_documents_have_tables_of_their_own(
+    tiny_coca_dir, tmp_path, coca_eval
+):
+    line = {"text": "the sea is wide and blue " * 9, "code": "for i in range(9): print(i) " * 9}
+    (tmp_path / "two.jsonl").write_text(json.dumps(line) + "\n")
+    options = f"--lengths 32 --cases 2 --out {tmp_path}/out"
+    for data in ("", *(f"--data {tmp_path}/two.jsonl --column {column}" for column in line)):
+        code, _, stderr = coca_eval(f"copying {tiny_coca_dir}", options, data)
         assert code == 0, stderr
-    assert coca_eval(f"copying {tiny_coca_dir}", options, f"--data {books} --preset pg19")[0] == 2
-    code, _, stderr = coca_eval(f"copying {tiny_coca_dir}", options, "--max-tokens 99")
-    assert (code, "--max-tokens: got it without --data or --preset" in stderr) == (2, True)
-    assert coca_eval(f"report {out} --out {tmp_path / 'page'}")[0] == 0
+    assert coca_eval(f"report {tmp_path}/out --out {tmp_path}/page")[0] == 0
     page = (tmp_path / "page" / "report.md").read_text()
     assert "Copying: random tokens, 2 cases per length, seed 0" in page
     assert "Copied: random tokens, 2 cases per length, seed 0." in page
-    assert "Copied: passages of" in page
-
-
-def test_passages_of_another_column_have_a_table_of_their_own(tiny_coca_dir, tmp_path, coca_eval):
-    line = {"text": "the sea is wide and blue " * 9, "code": "for i in range(9): print(i) " * 9}
-    (tmp_path / "two.jsonl").write_text(json.dumps(line) + "\n")
-    for column in line:
-        options = f"--data {tmp_path}/two.jsonl --column {column} --lengths 32 --cases 2"
-        assert coca_eval(f"copying {tiny_coca_dir} {options} --out {tmp_path}/out")[0] == 0
-    assert coca_eval(f"report {tmp_path}/out --out {tmp_path}/page")[0] == 0
-    page = (tmp_path / "page" / "report.md").read_text()
     assert page.count("Copied: passages of") == 2
     assert "two.jsonl, column code" in page
     assert "2 states" not in page

@@ -242,12 +242,12 @@ def test_cases_within_and_beyond_training_add_up(tiny_tokenizer, tmp_path, confi
     loaded = reads(tiny_tokenizer, near_only)
     loaded.model.config.max_position_embeddings = configured
     loaded = replace(loaded, trained_seq_len=trained_on)
-    row = measure(loaded, tmp_path, 900, 40)
+    row = measure(loaded, tmp_path, 900, 20)
     assert row["trained_length"] == configured
     assert row["cases_inside"] == row["correct_inside"] > 0
     assert row["cases_beyond"] > 0 == row["correct_beyond"]
-    assert row["cases_inside"] + row["cases_beyond"] == 40
-    assert row["value"] == row["correct_inside"] / 40
+    assert row["cases_inside"] + row["cases_beyond"] == 20
+    assert row["value"] == row["correct_inside"] / 20
     near = [case for case in raw_of(row, tmp_path, "cases") if case["distance"] <= 300]
     assert len(near) == row["cases_inside"]
 

@@ -97,13 +97,6 @@ def test_a_complete_line_that_is_not_a_row_is_refused_by_number_and_kept(tmp_pat
     assert path.read_text(errors="surrogateescape").splitlines()[1] == line
 
 
-def test_rows_that_cannot_be_read_are_one_line(tmp_path):
-    (tmp_path / "rows.jsonl").mkdir()
-    said = r"rows\.jsonl: got Is a directory, expected the rows of coca-eval or nothing"
-    with pytest.raises(CocaError, match=said):
-        RowStore(tmp_path)
-
-
 def test_an_unfinished_table_is_not_part_of_its_directory(tmp_path, monkeypatch):
     """Nor is one that a killed run has left; one whose disk was full goes."""
     store, seen = RowStore(tmp_path), []

@@ -120,10 +120,3 @@ def test_a_model_beside_itself_is_refused_and_one_of_the_same_name_is_told_apart
     assert code == 0
     paths = [os.path.relpath(path) for path in (same, tiny_llama_dir)]
     assert [stdout.count(f" {path} ") for path in paths] == [1, 1]
-
-
-def test_a_name_of_no_baseline_is_one_line(tiny_llama_dir, tmp_path, coca_eval):
-    option = "--baseline-name=plain"
-    code, _, stderr = coca_eval(f"speed {tiny_llama_dir} --lengths 16 --out {tmp_path}", option)
-    said = "--baseline-name: got 'plain' without --baseline, expected both"
-    assert (code, stderr) == (2, f"error: {said}\n")

@@ -221,13 +221,6 @@ def test_without_lm_eval_a_line_says_what_to_install(
     assert stderr == f"error: {said}\n"
 
 
-def test_a_directory_of_tasks_without_their_names_is_refused(tiny_coca_dir, tmp_path, coca_eval):
-    options = f"--ruler 512 --include-path {tmp_path} --out {tmp_path}"
-    code, _, stderr = coca_eval(f"tasks {tiny_coca_dir} {options}")
-    expected = "--include-path: got it without --tasks, expected the names of your tasks"
-    assert (code, stderr) == (2, f"error: {expected}\n")
-
-
 def test_tasks_that_lm_eval_cannot_read_or_run_are_one_line(coca, task_dir, tmp_path):
     for name in ("a", "7"):
         (tmp_path / f"{name}.yaml").write_text(f"task: {name}\ndataset_path: json\n")

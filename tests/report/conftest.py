@@ -13,13 +13,18 @@ FLAGS = [
 ]
 
 
-@pytest.fixture(scope="session")
-def report_html(tmp_path_factory):
-    """The page of rows of every task, with published curves; its PNGs are empty files."""
-    directory = tmp_path_factory.mktemp("report")
+def write_page(run, out, paper=()):
+    """The HTML page of a run, whose PNGs are empty files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("coca_hf.report.write.to_png", lambda figure: b"")
-        return write_report([full_run(directory / "run")], directory / "page", ["llama-7b"])
+        return write_report([run], out, paper)
+
+
+@pytest.fixture(scope="session")
+def report_html(tmp_path_factory):
+    """The page of rows of every task, with published curves."""
+    directory = tmp_path_factory.mktemp("report")
+    return write_page(full_run(directory / "run"), directory / "page", ["llama-7b"])
 
 
 @pytest.fixture(scope="session")

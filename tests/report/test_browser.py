@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from coca_hf.report import write_report
+from tests.report.conftest import write_page
 from tests.report.made import row, write_rows
 
 RESULTS = Path(__file__).parents[2] / "docs/results/recovery"
@@ -84,7 +85,7 @@ SHARED_IDS = """
 
 @pytest.fixture(scope="module")
 def results_html(tmp_path_factory):
-    return write_report([RESULTS], tmp_path_factory.mktemp("results"))
+    return write_page(RESULTS, tmp_path_factory.mktemp("results"))
 
 
 def test_the_page_of_every_task_is_drawn_inside_its_frame(open_page, report_html):

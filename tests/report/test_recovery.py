@@ -7,8 +7,8 @@ import shutil
 import pytest
 
 from coca_hf import CocaError
-from coca_hf.page import Grid
-from coca_hf.report import write_report
+from coca_hf.page import Grid, markdown
+from coca_hf.report import read_page
 from coca_hf.report.plots import draw
 from coca_hf.report.recovery import read_recovery, recovery
 from tests.report.made import row, write_rows
@@ -157,20 +157,18 @@ def test_a_line_that_is_being_written_and_a_directory_beside_the_stages_are_left
     assert recovery([read_recovery(out)]).parts[-1] == expected
 
 
-def test_the_report_takes_a_training_directory_alone_or_among_others(out, tmp_path, monkeypatch):
+def test_the_page_takes_a_training_directory_alone_or_among_others(out, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    page = (write_report([out], tmp_path / "page").parent / "report.md").read_text()
+    page = markdown(read_page([out]))
     assert "(recovery.png)" in page
     assert "| run | k | 100 |" in page
-    both = write_report([write_rows(tmp_path / "rows", row()), out], tmp_path / "page").read_text()
+    both = markdown(read_page([write_rows(tmp_path / "rows", row()), out]))
     assert "Recovery in training" in both
     assert "Perplexity" in both
     write_rows(out, row(value=8.5))
-    page = (write_report([out], tmp_path / "page").parent / "report.md").read_text()
+    page = markdown(read_page([out]))
     assert "| llama | 8.50 |" in page
     assert "(recovery.png)" in page
-    other = shutil.copytree(out, tmp_path / "other/run")
-    page = (write_report([out, other], tmp_path / "page").parent / "report.md").read_text()
+    page = markdown(read_page([out, shutil.copytree(out, tmp_path / "other/run")]))
     assert "| run | k | 100 |" in page
     assert "| other/run | k | 100 |" in page
-    assert (tmp_path / "page/recovery.png").read_bytes().startswith(b"\x89PNG")

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from transformers import AutoTokenizer
+
 from coca_hf.train.data import Blocks, Corpus
-from coca_hf.train.recipe import Data, Source
+from coca_hf.train.recipe import Data, Recipe, Source
 
 
 def make_corpus(
@@ -20,6 +22,11 @@ def make_corpus(
     given |= {"prepared": str(directory), **data}
     described = Data(sources=list(sources), **given)
     return Corpus(described, tokenizer, len(tokenizer), check_stop)
+
+
+def corpus_of(recipe: Recipe) -> Corpus:
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model)
+    return Corpus(recipe.data, tokenizer, len(tokenizer))
 
 
 def tokens_of(blocks: Blocks, first: int = 0, end: int | None = None) -> list[tuple[int, ...]]:

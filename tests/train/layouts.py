@@ -14,9 +14,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -60,6 +62,16 @@ def interrupt_in_step(number: int):
             raise Interrupted
 
     before_each_step(interrupt)
+
+
+@contextmanager
+def interrupted_in_step(number: int):
+    """Interrupt a run of this process in this step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StageTrainer, "training_step", StageTrainer.training_step)
+        interrupt_in_step(number)
+        with pytest.raises(Interrupted):
+            yield
 
 
 @dataclass

@@ -10,13 +10,12 @@ import shutil
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import AutoTokenizer, Trainer
+from transformers import Trainer
 
 from coca_hf import CocaError
-from coca_hf.train.data import Corpus
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.run_directory import last_checkpoint
-from tests.train.corpora import tokens_of
+from tests.train.corpora import corpus_of, tokens_of
 from tests.train.results import assert_same_weights, changed, log_lines, logged, record, weights
 
 NAN = float("nan")
@@ -96,17 +95,14 @@ def test_after_a_bad_step_the_run_continues_from_either_checkpoint_as_the_messag
 
 
 def test_a_spike_stops_the_run_and_its_blocks_and_sources_are_named(
-    train, recipe_path, bad_losses, tiny_coca_dir, tmp_path
+    train, recipe_path, bad_losses, tiny_tokenizer, tmp_path
 ):
     bad_losses({3: 50.0})
     message = r"the loss of step 3 is \S+, more than 3 times the running mean .* blocks 8 to 11 \("
     with pytest.raises(CocaError, match=message) as caught:
         train("training.spike_factor=3", "training.save_steps=1")
-    tokenizer = AutoTokenizer.from_pretrained(tiny_coca_dir)
-    blocks = tokens_of(
-        Corpus(load_recipe(recipe_path).data, tokenizer, len(tokenizer)).blocks(), 8, 12
-    )
-    digits = sum("0" <= tokenizer.decode(block[1:2]) <= "9" for block in blocks)
+    blocks = tokens_of(corpus_of(load_recipe(recipe_path)).blocks(), 8, 12)
+    digits = sum("0" <= tiny_tokenizer.decode(block[1:2]) <= "9" for block in blocks)
     for count, name in ((4 - digits, "words/"), (digits, "digits.jsonl")):
         named = f"{count} of " in str(caught.value) and name in str(caught.value)
         assert named == (count > 0)

@@ -205,13 +205,6 @@ def test_a_file_that_changes_or_appears_while_its_blocks_are_prepared_leaves_non
     assert tokens_of(corpus().prepare(60)) == plain[:60]
 
 
-def test_a_source_that_cannot_be_hashed_is_named(tiny_tokenizer, tmp_path):
-    (tmp_path / "a.txt").symlink_to("/proc/self/mem")
-    sources = [Source(path=str(tmp_path / "*.txt"), weight=1)]
-    with pytest.raises(CocaError, match=r"a\.txt: cannot be read: Input/output error"):
-        make_corpus(sources, tiny_tokenizer, SEQ_LEN, tmp_path / "prepared", 7).prepare(5)
-
-
 def test_the_directory_of_blocks_does_not_depend_on_that_of_the_tokenizer(
     corpus, sources, tiny_tokenizer, tmp_path
 ):

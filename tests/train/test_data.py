@@ -121,10 +121,14 @@ def test_a_source_without_a_whole_block_is_named(words, corpus, tmp_path, method
         method(corpus(words, Source(path=str(tmp_path / "short.txt"), weight=1)))
 
 
-def test_a_link_to_a_file_that_is_gone_is_refused(corpus, tmp_path):
+@pytest.mark.parametrize(
+    ("file", "why"),
+    [("nowhere", "No such file or directory"), ("/proc/self/mem", "Input/output error")],
+)
+def test_a_link_to_a_file_that_is_gone_or_cannot_be_read_is_refused(corpus, tmp_path, file, why):
     (tmp_path / "texts").mkdir()
-    (tmp_path / "texts/gone.txt").symlink_to("nowhere")
-    message = r"texts/gone\.txt: cannot be read: No such file or directory; mend or remove it"
+    (tmp_path / "texts/a.txt").symlink_to(file)
+    message = rf"texts/a\.txt: cannot be read: {why}; mend or remove it"
     with pytest.raises(CocaError, match=message):
         _ = corpus(Source(path=str(tmp_path / "texts"), weight=1)).files
 

@@ -17,7 +17,14 @@ from coca_hf.train import stages
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
-from tests.train.layouts import FSDP2, Interrupted, Run, interrupt_in_step, launch, succeed
+from tests.train.layouts import (
+    FSDP2,
+    Run,
+    interrupt_in_step,
+    interrupted_in_step,
+    launch,
+    succeed,
+)
 from tests.train.results import (
     assert_same_losses,
     assert_same_weights,
@@ -76,11 +83,8 @@ def runs(real_recipe, tmp_path_factory):
     and `resumed` from there; `from-one`: what one process left, resumed with less memory.
     """
     directory = tmp_path_factory.mktemp("fsdp")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StageTrainer, "training_step", StageTrainer.training_step)
-        interrupt_in_step(4)
-        with pytest.raises(Interrupted):
-            run_recipe(load_recipe(real_recipe, ONE_STAGE[2:]), directory / "from-one", stage="k")
+    with interrupted_in_step(4):
+        run_recipe(load_recipe(real_recipe, ONE_STAGE[2:]), directory / "from-one", stage="k")
     one, sharded = [real_recipe, *ONE_STAGE, "--out"], directory / "interrupted"
     copy = functools.partial(copy_to_resume, sharded)
     runs = [

@@ -15,7 +15,6 @@ from transformers import LlamaConfig, masking_utils
 from typer.testing import CliRunner
 
 import coca_hf
-from coca_cli.main import BadOption
 from coca_cli.train import app as train_app
 from coca_hf.errors import CocaError
 from coca_hf.train import gpu_plan
@@ -308,25 +307,6 @@ def test_what_cannot_be_planned_is_refused(path, words):
     result = CliRunner().invoke(train_app, [str(path), "--plan", *words.split()])
     assert isinstance(result.exception, CocaError)
     assert NO_PLAN[words] in str(result.exception)
-
-
-IGNORED = {
-    "--plan --stage k": "--stage: --plan does not take it, only a run does; leave",
-    "--plan --out x": "--out: --plan does not take it, only a run does",
-    "--prepare --resume": "--resume: --prepare does not take it, only a run does",
-    "--prepare --json": "--json: --prepare does not take it, only --plan does",
-    "--gpu H100": "--gpu: a run does not take it, only --plan does; leave it out",
-    "--world-size 1": "--world-size: a run does not take it, only --plan or --prepare",
-    "--plan --prepare": "--plan, --prepare: got both, expected one of them",
-}
-
-
-@pytest.mark.parametrize("words", IGNORED)
-def test_an_option_that_would_be_ignored_is_refused(words):
-    arguments = ["absent.yaml", *words.split()]
-    result = CliRunner().invoke(train_app, arguments, standalone_mode=False)
-    assert isinstance(result.exception, BadOption)
-    assert str(result.exception).startswith(IGNORED[words])
 
 
 def test_the_command_prints_a_table_or_json(path):

@@ -10,11 +10,10 @@ from pyarrow import parquet
 
 from coca_hf import CocaError, tokens
 from coca_hf.train import data
-from coca_hf.train.data import Corpus
 from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import run_recipe
 from tests.hub import serving_data_set
-from tests.train.corpora import make_corpus, tokens_of
+from tests.train.corpora import corpus_of, make_corpus, tokens_of
 from tests.train.results import log_lines, record
 
 REPO = "somebody/lines"
@@ -66,16 +65,14 @@ def recipe_of(recipe_tree, hub, tmp_path):
     return recipe_of
 
 
-def assert_trained_on_the_files_on_disk(out, recipe_of, hub, tokenizer):
-    ours, local = (
-        Corpus(recipe_of(path).data, tokenizer, len(tokenizer)) for path in (REPO, hub.local)
-    )
+def assert_trained_on_the_files_on_disk(out, recipe_of, hub):
+    ours, local = (corpus_of(recipe_of(path)) for path in (REPO, hub.local))
     assert tokens_of(ours.blocks()) == tokens_of(local.prepare(48))
     assert [line["step"] for line in log_lines(out / "1-k")] == [*range(1, 13)]
 
 
 def test_a_network_that_fails_in_the_middle_is_one_line_and_the_run_continues_at_the_same_commit(
-    hub, recipe_of, tiny_tokenizer, tmp_path, monkeypatch
+    hub, recipe_of, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(data, "SHUFFLE_TOKENS", 4 * SEQ_LEN)  # a row is asked for when it is needed
     monkeypatch.setattr(tokens, "PIECE_CHARACTERS", 100)
@@ -86,11 +83,11 @@ def test_a_network_that_fails_in_the_middle_is_one_line_and_the_run_continues_at
     assert "somebody/lines: the hub gave nothing after row 3" in str(caught.value)
     assert "with --resume" in str(caught.value)
     assert not any(word in str(caught.value) for word in ("\n", "\\n", "Traceback"))
-    assert 0 < len(Corpus(recipe.data, tiny_tokenizer, len(tiny_tokenizer)).blocks()) < 48
+    assert 0 < len(corpus_of(recipe).blocks()) < 48
     hub.lost = None
     hub.commits["2" * 40] = {FILES[0]: hub.commits["1" * 40][FILES[1]]}
     run_recipe(recipe_of(REPO), out, resume=True)
-    assert_trained_on_the_files_on_disk(out, recipe_of, hub, tiny_tokenizer)
+    assert_trained_on_the_files_on_disk(out, recipe_of, hub)
     (source,) = record(out / "1-k")["stages"][0]["sources"]
     assert (source["on_hub"], source["commit"]) == (True, "1" * 40)
 
@@ -103,19 +100,19 @@ def test_a_hub_that_does_not_answer_is_one_line_and_nothing_is_written(hub, reci
     assert not (tmp_path / "out").exists()
 
 
-def test_prepared_blocks_are_trained_on_without_the_hub(hub, recipe_of, tiny_tokenizer, tmp_path):
+def test_prepared_blocks_are_trained_on_without_the_hub(hub, recipe_of, tmp_path):
     recipe = recipe_of(REPO)
-    Corpus(recipe.data, tiny_tokenizer, len(tiny_tokenizer)).prepare(recipe.num_blocks(1))
+    corpus_of(recipe).prepare(recipe.num_blocks(1))
     hub.asked.clear()
     hub.commits.clear()
     run_recipe(recipe_of(REPO), tmp_path / "out")
     assert not hub.asked
-    assert_trained_on_the_files_on_disk(tmp_path / "out", recipe_of, hub, tiny_tokenizer)
+    assert_trained_on_the_files_on_disk(tmp_path / "out", recipe_of, hub)
 
 
-def test_a_preparation_is_extended_at_the_commit_that_it_began_at(hub, recipe_of, tiny_tokenizer):
-    Corpus(recipe_of(REPO).data, tiny_tokenizer, len(tiny_tokenizer)).prepare(10)
+def test_a_preparation_is_extended_at_the_commit_that_it_began_at(hub, recipe_of):
+    corpus_of(recipe_of(REPO)).prepare(10)
     hub.commits["2" * 40] = {FILES[0]: hub.commits["1" * 40][FILES[1]]}
-    prolonged = Corpus(recipe_of(REPO).data, tiny_tokenizer, len(tiny_tokenizer)).prepare(150)
-    local = Corpus(recipe_of(hub.local).data, tiny_tokenizer, len(tiny_tokenizer)).prepare(150)
+    prolonged = corpus_of(recipe_of(REPO)).prepare(150)
+    local = corpus_of(recipe_of(hub.local)).prepare(150)
     assert tokens_of(prolonged) == tokens_of(local)
