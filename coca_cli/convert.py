@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -376,7 +377,12 @@ def _print_conversion(record: dict, dst: str) -> None:
             f"the source's; fix_mistral_regex has no effect on {dst}: to have it, write "
             '"fix_mistral_regex": true in tokenizer_config.json of the source, and convert again',
         )
-    if needs_training(record):
+    if record.get("calibration"):
+        console.print(
+            "Retrieval comes back with training. Next: coca-train recipes/recover.yaml "
+            f"model={shlex.quote(dst)} teacher=ORIGINAL data.sources.0.path=TEXT"
+        )
+    elif needs_training(record):
         console.print(
             f"The attention has to be trained before the model is useful. Next: set `model: {dst}` "
             "in a recipe, then coca-train RECIPE (recipes/llama-7b/three-stage.yaml is the paper's)"

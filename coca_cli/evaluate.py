@@ -175,7 +175,8 @@ class ModelOptions:
         if processes().is_main_process:
             PlainConsole().print(results_table(MEASUREMENTS[rows[0]["task"]], rows))
             say(f"rows: {self.out / 'rows.jsonl'}")
-            say(f"next: coca-eval report {self.out} --out {self.out / 'page'}")
+            words = ("coca-eval", "report", str(self.out), "--out", str(self.out / "page"))
+            say(f"next: {shlex.join(words)}")
             if note := made_otherwise(rows):
                 console.print(f"note: {note}", style="yellow")
         processes().destroy_process_group()
@@ -502,4 +503,4 @@ def card_command(
             f"{model}: no row was measured on these files, as they are now; if the model was "
             "trained since, or the rows are another's, measure it and write the card again"
         )
-    say(f"card: {path}\nnext: hf upload OWNER/NAME {model}")
+    say(f"card: {path}\nnext: hf upload OWNER/NAME {shlex.quote(str(model))}")

@@ -1,6 +1,7 @@
 """`coca-train RECIPE`."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -122,9 +123,10 @@ def train_command(
     if PartialState().is_main_process:
         lengths = f"{checked.data.seq_len},{2 * checked.data.seq_len}"
         say(f"checkpoint: {directory}")
+        trained, rows = (shlex.quote(str(path)) for path in (directory, directory.parent / "rows"))
         say(
-            f"next: coca-eval perplexity {directory} --data TEXT --lengths {lengths} --rope "
-            f"default,dynamic:2 --out {directory.parent / 'rows'}"
+            f"next: coca-eval perplexity {trained} --data TEXT --lengths {lengths} --rope "
+            f"default,dynamic:2 --out {rows}"
         )
     PartialState().destroy_process_group()  # gloo's threads may abort a process that exits
 

@@ -190,6 +190,11 @@ def _lead(conversion: dict, stages: list[dict], base: str) -> str:
                 f"Layers {numbers(later)} kept the original's attention until they were converted "
                 f"after {before} of the stages below{untrained}."
             )
+    elif conversion.get("calibration"):
+        lines.append(
+            "The attention is converted and calibrated, that is fitted to the original's on text. "
+            "Retrieval from far back comes back with training."
+        )
     elif needs_training(conversion):
         lines.append("The attention is converted; it has to be trained before the model is useful.")
     if not conversion.get("base", {}).get("license"):

@@ -274,7 +274,9 @@ class Stage(StrictMapping):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$")
     train: str | list[str]
     lora: Lora | None = None
-    objective: dict[ObjectiveName, Annotated[Number, Field(gt=0)]] = Field(default={"lm": 1.0}, min_length=1)
+    objective: dict[ObjectiveName, Annotated[Number, Field(gt=0)]] = Field(
+        default={"lm": 1.0}, min_length=1
+    )
     answer_weight: Number = Field(default=0.0, ge=0)
     training: dict[str, Any]
 

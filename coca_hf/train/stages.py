@@ -41,7 +41,7 @@ from coca_hf.train.data import Blocks, Corpus, DealtBlocks
 from coca_hf.train.flops import count_flops
 from coca_hf.train.log import ProgressLine, StageLog, start_place, wandb_run
 from coca_hf.train.objectives import Objective, chunk_cross_entropy_, fuse_cross_entropy_
-from coca_hf.train.preflight import preflight
+from coca_hf.train.preflight import check_positions, preflight
 from coca_hf.train.processes import (
     Stopped,
     StopRequest,
@@ -114,9 +114,11 @@ def run_recipe(
 def prepare_recipe(recipe: Recipe, world_size: int) -> tuple[Blocks, int]:
     """The blocks that all stages take on `world_size` processes, prepared, and their number.
 
-    Blocks that exist already are checked. Raises CocaError as `Corpus.prepare` does, and Stopped
-    after SIGTERM or SIGUSR1, once what is done is on disk.
+    Blocks that exist already are checked. Raises CocaError as `check_positions` and `Corpus.prepare`
+    do, and Stopped after SIGTERM or SIGUSR1, once what is done is on disk.
     """
+    if notice := check_positions(recipe, models.start_config(recipe)):
+        announce(notice)
     num_blocks = recipe.num_blocks(world_size)
     with stop_on_signals() as stop:
         try:
@@ -147,7 +149,11 @@ def _noting_a_stop(stage: ResolvedStage) -> Iterator[None]:
             [facts["step"]] = step
             when = f"after step {facts['step']}, with a checkpoint"
         if PartialState().is_main_process:
-            replace_text(stage.directory.parent / STOPPED, json.dumps(facts) + "\n")
+            note = stage.directory.parent / STOPPED
+            try:
+                replace_text(note, json.dumps(facts) + "\n")
+            except OSError as error:  # the exit code still says it
+                announce(f"{note}: got {one_line(error)}, expected to write it; the run is stopped")
         PartialState().wait_for_everyone()
         raise Stopped(
             f"{stage.directory}: stopped by {signal} {when}; continue with --resume"

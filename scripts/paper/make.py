@@ -1,5 +1,6 @@
-"""A table or figure of the paper, from training recipe to page: scripts/paper/make.py table-1
---scale small
+"""A table or figure of the paper, from training recipe to page.
+
+    python scripts/paper/make.py table-1 --scale small
 
 NAME.yaml beside this file says what is measured on which models, models.yaml says how the models
 are made, and scales.yaml how large they are; scales.yaml wins if both set an option. Every step is

@@ -1,4 +1,6 @@
-"""Compare ways from SmolLM2-135M to a CoCA model: run.py [--plan PLAN] [NAME...]
+"""Compare ways from SmolLM2-135M to a CoCA model.
+
+    python scripts/recovery/run.py [--plan PLAN] [NAME...]
 
 A plan names the runs: where each starts, how it trains, and with which seeds. All train on the same
 text in the same order (by seed) and are measured in the same way. Every step is a coca-convert,

@@ -807,6 +807,9 @@ def test_the_command_prints_perplexities_or_one_line_of_error(
     needed = r"about \d+ s, 7\d\d\.\d\d MB of memory and \d\.\d\d MB of disk in"
     assert re.match(f"calibrating 3 of 3 layers: {needed}", printed)
     assert "\nfitting W_O to the residual stream\n" in printed
+    trained = f"coca-train recipes/recover.yaml model={tmp_path}/dst teacher=ORIGINAL"
+    assert trained in printed
+    assert "calibrated" in (tmp_path / "dst/README.md").read_text().partition("\n## ")[0]
     printed = refusal(tiny_llama_dir, tmp_path / "other", *options, 10**6)
     assert "give more text, or a smaller --calibrate-tokens" in printed
 

@@ -12,9 +12,11 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from coca_hf import CocaError, convert_checkpoint
+from coca_hf.train.preflight import resolve_stages
+from coca_hf.train.processes import Stopped
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.run_directory import check_out
-from coca_hf.train.stages import run_recipe
+from coca_hf.train.stages import _noting_a_stop, run_recipe
 from tests.train.layouts import interrupted_in_step
 from tests.train.results import STAGES, assert_same_weights, changed, log_lines, record, weights
 
@@ -242,12 +244,22 @@ def test_a_stage_without_its_predecessor_is_refused(train, tmp_path):
 
 
 def test_the_command_trains_and_says_where_the_result_is(recipe_path, tmp_path, coca_train, capsys):
-    out = tmp_path / "out"
+    out = tmp_path / "my out"
     assert coca_train(recipe_path, "--out", out, "--stage", "k", "stages.k.max_steps=1") == 0
     printed = capsys.readouterr().out
     assert f"checkpoint: {out}/1-k" in printed
-    assert f"next: coca-eval perplexity {out}/1-k" in printed
+    assert f"next: coca-eval perplexity '{out}/1-k' --data" in printed
     assert record(out / "1-k")["tokens"] == 4 * 20
+
+
+def test_a_stop_whose_note_cannot_be_written_is_a_stop(recipe_path, tmp_path, capsys):
+    stage, *_ = resolve_stages(load_recipe(recipe_path), tmp_path / "gone")
+    with (
+        pytest.raises(Stopped, match="1-k: stopped by SIGTERM after step 3"),
+        _noting_a_stop(stage),
+    ):
+        raise Stopped("SIGTERM", 3)
+    assert f"{tmp_path}/gone/stopped.json: got [Errno 2]" in capsys.readouterr().out
 
 
 def test_kept_layers_learn_nothing_in_stage_k_and_later_the_projections_that_are_named(

@@ -34,7 +34,7 @@ from coca_hf.train.preflight import (
 )
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.run_directory import begin_out, check_out
-from coca_hf.train.stages import run_recipe
+from coca_hf.train.stages import prepare_recipe, run_recipe
 from tests.conftest import TINY
 from tests.train.results import assert_same_weights, changed, logged, record, weights
 
@@ -201,6 +201,8 @@ def test_kept_layers_of_a_trained_model_are_trained_later(recipe_path, tiny_llam
 
 def test_blocks_that_skip_beyond_the_models_positions_are_refused(recipe_path):
     recipe = load_recipe(recipe_path, ["data.skip_positions=65"])
+    with pytest.raises(CocaError, match="skip_positions: got 65, expected at most 64, the pos"):
+        prepare_recipe(recipe, 1)
     with pytest.raises(CocaError, match="skip_positions: got 65, expected at most 64, the pos"):
         check_positions(recipe, LlamaConfig(max_position_embeddings=64))
     assert check_positions(recipe, LlamaConfig(max_position_embeddings=65)) is None
