@@ -22,6 +22,7 @@ from coca_hf.card import base_metadata, write_card
 from coca_hf.convert import preflight
 from coca_hf.convert.adapter import Adapter
 from coca_hf.convert.calibration import Calibration, Report
+from coca_hf.convert.calibration_text import reach
 from coca_hf.convert.config import Form, check_kept_window, coca_class
 from coca_hf.convert.initialise import RULE
 from coca_hf.convert.layout import Layout, source_shapes
@@ -158,9 +159,7 @@ def convert_checkpoint(
     preflight.check_paths(sources, dst)
     preflight.check_options(form)
     preflight.check_layers(named, ranked, content, calibrate_on)
-    check_kept_window(
-        keep_window, ranked or named, calibrate_block if calibrate_on is not None else 2
-    )
+    check_kept_window(keep_window, ranked or named)
     if calibrate_on is not None:
         preflight.check_device(device)
         of_hub = {"--split": split != "train", "--subset": subset}
@@ -190,9 +189,11 @@ def convert_checkpoint(
         preflight.check_kept_number(ranked, layout)
         calibration = None
         if calibrate_on is not None:
+            block = min(calibrate_block, reach(layout.config))
+            check_kept_window(keep_window, ranked or named, block)
             if layout.converted:  # the window of a CoCA source, whose kept layers are imitated
                 own, name = source.config.get("coca_kept_window"), f"{src}: coca_kept_window"
-                check_kept_window(own, layout.converted, calibrate_block, name)
+                check_kept_window(own, layout.converted, block, name)
             calibration = Calibration(
                 layout,
                 (calibrate_on, column, split, subset, commit_of(calibrate_on), True),

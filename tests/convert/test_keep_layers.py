@@ -328,9 +328,9 @@ def test_kept_layers_get_a_window_and_everything_tells_of_it(
 
     planned = converts(
         *(tiny_llama_dir, tmp_path / "plan", "--dry-run", "--keep-layers", "1", "--keep-window"),
-        *("2048", "--calibrate", text, "--calibrate-tokens", "256", "--calibrate-block", "16"),
+        *("64", "--calibrate", text, "--calibrate-tokens", "256"),  # positions of the model
     )
-    assert "the layers that calibration finds (1), over the last 2,048 tokens" in planned
+    assert "the layers that calibration finds (1), over the last 64 tokens" in planned
 
     later = convert_checkpoint(dst, tmp_path / "later")
     assert "kept_window" not in later
