@@ -9,7 +9,7 @@ perplexity but not retrieval. A block of this source asks often, within text of 
              differ in one word
     lists    of random keys and values, some of which are asked for, in the list or after it
 
-In one block of eight the text is random tokens, too: otherwise a model may learn to look things up
+In one block of four the text is random tokens, too: otherwise a model may learn to look things up
 within text only. The tokens that a lookup predicts, the answers, are marked; a stage's `answer_weight`
 adds their loss once more. A block depends only on its text and its random generator.
 
@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from coca_hf.errors import CocaError
 
-RANDOM_TEXT = 0.125  # share of blocks in which the text, too, is random tokens
+RANDOM_TEXT = 0.25  # share of blocks in which the text, too, is random tokens
 RANDOM_PASSAGES = 0.35  # of all passages; the others are of the text
 SHORTEST_PASSAGE = 8  # tokens
 MOST_PASSAGES = 16
