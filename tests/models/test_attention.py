@@ -1,4 +1,4 @@
-"""The folds against the three-operand contraction, and that against the paper's equations."""
+"""The folds against the three-operand contraction, and the properties that tell slack from strict."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def test_content_pairs_add_a_dot_product_that_no_distance_changes(constraint, co
     assert relative_error(both - alone, added) < 1e-12
 
 
-def test_strict_reference_is_the_closed_form_of_eq_17_and_depends_on_the_distance_alone():
+def test_strict_reference_is_the_closed_form_of_eq_17():
     q, t = random_inputs(6, 3)
     distance = torch.arange(M)[:, None] - torch.arange(M)[None]
     inv_freq = 10000.0 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
@@ -96,6 +96,28 @@ def test_slack_reference_is_eq_10_term_by_term():
                 expected[:, :, m, n] += (a * cos_m - b * sin_m) * a * (c * cos_n - c * sin_n)
                 expected[:, :, m, n] += (b * cos_m + a * sin_m) * b * (c * cos_n + c * sin_n)
     assert relative_error(coca_scores(q, t, cos, sin, "slack"), expected) < 1e-12
+
+
+@pytest.mark.parametrize(("constraint", "invariant"), [("strict", True), ("slack", False)])
+def test_strict_is_shift_invariant_and_slack_is_not(constraint, invariant):
+    q, t = random_inputs(6, 3)
+    here = folded_scores(q, t, *angles(torch.arange(M)), constraint)
+    there = folded_scores(q, t, *angles(torch.arange(M) + 137), constraint)
+    shift_error = relative_error(there, here)
+    assert shift_error < 1e-12 if invariant else shift_error > 0.1
+
+
+def test_query_and_key_of_a_pair_are_collinear_before_rotation():
+    """The paper's constraint: with q_2j = q_2j+1 slack and strict are one function (theorem 1)."""
+    q, t = random_inputs(5, 5)
+    q = torch.cat((q[..., : D // 2], q[..., : D // 2]), dim=-1)
+    position = angles(torch.arange(M))
+    assert (
+        relative_error(
+            folded_scores(q, t, *position, "slack"), folded_scores(q, t, *position, "strict")
+        )
+        < 1e-12
+    )
 
 
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
