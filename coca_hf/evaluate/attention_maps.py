@@ -30,6 +30,7 @@ from coca_hf.evaluate.rows import (
     NoValue,
     Raw,
     Run,
+    Setting,
     Shared,
     TextRow,
 )
@@ -53,7 +54,7 @@ class AttentionMapsRow(TextRow):
     sink: Beside[float | None]
     baseline_sink: Beside[float | None]
     baseline: Shared[str]  # a name
-    baseline_fingerprint: NotRequired[Identity[str]]
+    baseline_fingerprint: NotRequired[Setting[str]]
 
 
 def attention_map_rows(run: Run, baseline: LoadedModel, sample: Sample) -> Iterator[dict]:

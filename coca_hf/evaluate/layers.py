@@ -63,7 +63,7 @@ class LayersRow(TextRow):
     baseline_again: NotRequired[float | None]
     order: NotRequired[list[int]]  # layers by harm, the greatest first
     baseline: Shared[str]  # a name
-    baseline_fingerprint: NotRequired[Identity[str]]
+    baseline_fingerprint: NotRequired[Setting[str]]
     cases: Setting[int]
 
 

@@ -187,13 +187,13 @@ class RowStore:
 
     def _read(self) -> list[dict]:
         path = self.out_dir / ROWS
+        nearest = next(place for place in path.absolute().parents if place.exists())
+        if not os.access(nearest, os.W_OK):
+            problem = f"nothing can be written in {nearest}; choose another directory"
+            raise CocaError(f"--out {self.out_dir}: {problem}")
         try:
             return read_rows(path)
         except FileNotFoundError:
-            nearest = next(place for place in path.absolute().parents if place.exists())
-            if not os.access(nearest, os.W_OK):
-                problem = f"nothing can be written in {nearest}; choose another directory"
-                raise CocaError(f"--out {self.out_dir}: {problem}") from None
             return []
         except OSError as error:
             problem = f"got {error.strerror}, expected the rows of coca-eval or nothing"
@@ -434,7 +434,8 @@ def auto_batch_size(tokens: int) -> int:
     """
     if processes().device.type != "cpu":
         return AUTO_SEQUENCES
-    return min(max(AUTO_TOKENS_ON_CPU // tokens, 1), AUTO_SEQUENCES)
+    # 0 tokens: a window that has only what is put before every window
+    return min(max(AUTO_TOKENS_ON_CPU // max(tokens, 1), 1), AUTO_SEQUENCES)
 
 
 @dataclass

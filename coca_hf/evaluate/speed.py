@@ -333,9 +333,9 @@ def _memory(table: Table) -> Fold:
     lines = []
     for name, rows in table.series.items():
         for row in rows:
-            rate, peak = row["tokens_per_second"], row["peak_bytes"]
+            rate, peak = row.get("tokens_per_second"), row.get("peak_bytes")
             cells = ["" if rate is None else f"{rate:,.0f}", "" if peak is None else _size(peak)]
-            lines.append([name, str(row["length"]), *cells, row["memory_kind"] or ""])
+            lines.append([name, str(row["length"]), *cells, row.get("memory_kind") or ""])
     return Fold("Memory and throughput", [Grid(header, lines, numbers_from=1)])
 
 

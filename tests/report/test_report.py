@@ -316,12 +316,22 @@ def test_missing_raw_files_are_named(tmp_path):
 
 def test_values_have_their_ratios_and_errors_and_oom_is_named(page):
     slow = row("coca", length=512, value=0.5, task="speed") | {"ratio": 1.25, "baseline": "llama"}
+    for optional in ("tokens_per_second", "memory_kind"):
+        slow.pop(optional, None)
     oom = row("coca", length=1024, value=None, task="speed", error="OOM: at batch size 1")
     oom["peak_bytes"] = None
     made = page(slow, oom, row(length=None, value=0.4321, task="tasks"))
     assert "| coca | 0.5 s (1.25 x llama's) | OOM |" in made
     assert "- no value for coca at 1024: OOM: at batch size 1" in made
     assert "| arc\\_easy | reasoning | acc (none) | 0 shots | 0.432 ± 0.012 |" in made
+
+
+@pytest.mark.parametrize("task", ["attention-maps", "layers"])
+def test_measurements_against_two_originals_of_one_name_are_both_shown(page, task):
+    rows = [row("coca", value=0.5 + n, task=task, baseline_fingerprint=str(n)) for n in (0, 1)]
+    made = page(*rows)
+    assert re.search(r"\| coca \|[^\n]* 0\.5", made)
+    assert re.search(r"\| coca \|[^\n]* 1\.5", made)
 
 
 def test_tables_for_a_model_card_are_those_of_the_page(run):
