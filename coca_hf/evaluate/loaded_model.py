@@ -253,21 +253,22 @@ def fingerprint(path: str, commit: str | None, trust_remote_code: bool) -> str:
             directories.append(Path(base))  # a base on the hub has no files here
         files = [sorted(one.glob(pattern)) for one in directories for pattern in patterns]
         found = sorted({*itertools.chain(*files)})
-        text = json.dumps([_state(file) for file in found if file.exists()])  # no dangling links
+        # no dangling links
+        text = json.dumps([(file.name, *state_of(file)) for file in found if file.exists()])
     else:
         text = f"{path}@{commit}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _state(file: Path) -> tuple[str, int, int, str]:
-    """Name, size, time, and a hash of bytes from all over a file: images and archives set times."""
+def state_of(file: Path) -> tuple[int, int, str]:
+    """Size, time, and a hash of bytes from all over a file, because archives and images set times."""
     stat = file.stat()
     sample = hashlib.sha256()
     with file.open("rb") as stream:
         for place in range(0, stat.st_size, max(4096, stat.st_size // 64)):
             stream.seek(place)
             sample.update(stream.read(4096))
-    return file.name, stat.st_size, stat.st_mtime_ns, sample.hexdigest()
+    return stat.st_size, stat.st_mtime_ns, sample.hexdigest()
 
 
 def _training(directory: Path) -> tuple[int | None, int | None]:

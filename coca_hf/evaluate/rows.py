@@ -187,17 +187,21 @@ class RowStore:
 
     def _read(self) -> list[dict]:
         path = self.out_dir / ROWS
-        nearest = next(place for place in path.absolute().parents if place.exists())
-        if not os.access(nearest, os.W_OK):
-            problem = f"nothing can be written in {nearest}; choose another directory"
-            raise CocaError(f"--out {self.out_dir}: {problem}")
         try:
             return read_rows(path)
         except FileNotFoundError:
+            self.check_writable()
             return []
         except OSError as error:
             problem = f"got {error.strerror}, expected the rows of coca-eval or nothing"
             raise CocaError(f"{path}: {problem}") from None
+
+    def check_writable(self) -> None:
+        """Raise CocaError if no row can be written."""
+        nearest = next(p for p in (self.out_dir / ROWS).absolute().parents if p.exists())
+        if not os.access(nearest, os.W_OK):
+            problem = f"nothing can be written in {nearest}; choose another directory"
+            raise CocaError(f"--out {self.out_dir}: {problem}")
 
     def find(self, row_type: Any, settings: dict, but: tuple[str, ...] = ()) -> list[dict]:
         """The rows that have these settings in all of their identity except the fields `but`."""
@@ -355,6 +359,8 @@ class Run:
             return list(itertools.chain(*rows)) if all(rows) else []
 
         missing = [together[-1] for _, together in asked if not found(together)]
+        if missing:
+            self.store.check_writable()
         self.progress.begin(missing, len(asked), noun)
         for rope, together in asked:
             rows = found(together)

@@ -29,6 +29,7 @@ from coca_hf.evaluate.loaded_model import (
     LoadedModel,
     Rope,
     check_vocabulary,
+    state_of,
     trained_length,
     use_rope_,
 )
@@ -221,8 +222,8 @@ def _measure(
 
 
 def _files_hash(include_path: str) -> str:
-    """Sixteen hex digits of the names, sizes and times of a directory's files, except .pyc files,
-    and of the local data sets that its tasks name.
+    """Sixteen hex digits of the names and states of a directory's files, except .pyc files, and of
+    the local data sets that its tasks name.
     """
     directory, index = Path(include_path), _task_manager(include_path).task_index
     found = {file for file in directory.rglob("*") if file.suffix != ".pyc"}
@@ -233,9 +234,9 @@ def _files_hash(include_path: str) -> str:
                 found |= {path, *path.rglob("*")}
     facts = []
     for file in sorted(file for file in found if file.is_file()):
-        inside, stat = file.is_relative_to(directory), file.stat()
+        inside = file.is_relative_to(directory)
         name = str(file.relative_to(directory)) if inside else file.name
-        facts.append((name, stat.st_size, stat.st_mtime_ns))
+        facts.append((name, *state_of(file)))
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 

@@ -251,8 +251,8 @@ class StageOptions(StrictMapping):
 class LinearBounds(StrictMapping):
     """`lr_scheduler_kwargs` of a linear schedule: rates before the warm-up and after the end."""
 
-    start_lr: float = Field(default=0.0, ge=0)
-    end_lr: float = Field(default=0.0, ge=0)
+    start_lr: Number = Field(default=0.0, ge=0)
+    end_lr: Number = Field(default=0.0, ge=0)
 
 
 def has_bounds(arguments: TrainingArguments) -> bool:

@@ -133,6 +133,17 @@ def test_what_no_row_could_hold_is_refused_before_the_model_is_read(coca_eval, o
     assert (code, stderr) == (2, f"error: --out {out}: {remedy}\n")
 
 
+def test_a_directory_that_cannot_be_written_gives_its_rows_and_takes_no_others(
+    perplexity, out, monkeypatch
+):
+    assert perplexity("--lengths 100 --max-tokens 110")[0] == 0
+    monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (out, os.W_OK))
+    assert perplexity("--lengths 100 --max-tokens 110")[0] == 0
+    code, _, stderr = perplexity("--lengths 100,50 --max-tokens 110")
+    assert (code, f"nothing can be written in {out}; choose another" in stderr) == (2, True)
+    assert [row["length"] for row in rows_in(out)] == [100]
+
+
 def test_a_factor_beyond_all_positions_is_measured(perplexity, out):
     ropes = "linear:1e308,dynamic:1e300,dynamic:1e308"
     code, _, stderr = perplexity(f"--lengths 100 --max-tokens 110 --rope {ropes}")

@@ -159,6 +159,7 @@ BAD_SETTINGS = {  # or several together
     "stages.k.seed=4294967296": "stages.k: got seed 4294967296, expected 0 to 2^32 - 1",
     f"training.seed={'9' * 5000}": "not YAML: Exceeds the limit",
     f"training.{'x' * 5000}=1": "nearest:",
+    "training.lr_scheduler_kwargs={end_lr: true}": "end_lr: got True, expected a number",
     "training.lr_scheduler_kwargs=fast": "lr_scheduler_kwargs of a linear schedule: got 'fast', expected a mapping",
     "stages.k.train=most": "stages.k.train: got 'most', expected all or a list of module names",
     "stages.k.lora.rank=3": "stages.k.lora: unknown key 'rank'; nearest: r",
