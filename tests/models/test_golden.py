@@ -67,5 +67,5 @@ def test_converted_it_has_the_logits_loss_and_gradients_of_the_released_code(cas
             gradients = released_gradients(golden, model.config.num_key_value_heads)
             for projection, released in gradients.items():
                 gradient = getattr(attention, f"{projection}_proj").weight.grad
-                assert released.abs().max() > 1e-3
+                assert released.abs().max() > (1e-3 if "neox" in case else 0.1)
                 assert (gradient - released).abs().max() < 1e-5
