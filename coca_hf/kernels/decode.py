@@ -23,9 +23,9 @@ from torch import Tensor
 
 HEADS = 2  # key/value heads of a warp, or one if several query heads share it
 GROUPS = 4  # query heads of a warp that share a key/value head, at most
-SHARES = 4  # warps with different heads, at most
+SHARES = 2  # warps with different heads, at most
 WARPS = 4
-PROGRAMS_PER_PROCESSOR = 3  # that run at once, or two if a warp has more than two query heads
+PROGRAMS_PER_PROCESSOR = 4  # that run at once, or two if a warp has more than two query heads
 JOINED, JOINED_DIMS = 128, 32  # splits and dimensions that a thread block joins at a time
 LOG2_E = 1.4426950408889634
 

@@ -241,7 +241,7 @@ def step(length: int, batch: int, options) -> list[dict]:
 TUNED = {  # constants of coca_hf/kernels/decode.py
     "HEADS": (1, 2, 4),
     "SHARES": (1, 2, 4),
-    "PROGRAMS_PER_PROCESSOR": (2, 3, 6),
+    "PROGRAMS_PER_PROCESSOR": (2, 3, 4, 6),
 }
 
 

@@ -129,5 +129,6 @@ def test_decoding_has_no_barrier_in_its_loop_and_as_many_programs_at_once_as_it_
     for name, one in found.items():
         if name.startswith("_split"):
             assert one["loop barriers"] == 0
-            threads = PROGRAMS_PER_PROCESSOR * WARPS * 32
+            masked = name.endswith("89")  # the mask takes the registers of one program
+            threads = (PROGRAMS_PER_PROCESSOR - masked) * WARPS * 32
             assert one["registers"] * threads <= REGISTERS
