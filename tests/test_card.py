@@ -46,7 +46,8 @@ ROW = {
     **{"tokens": 9, "date": "2026-11-21T06:59:52+00:00", "seconds": 1.5, "model_path": "/tmp/x"},
     **{"dtype": "float32", "trained_length": 64, "coca_constraint": "slack", "tokens_seen": 0},
     **{"device": "cpu", "command": "coca-eval", "versions": {"torch": "2.13.0"}, "cases": 5},
-    **{"new_tokens": 8, "seed": 0, "depths": None, "raw": {"cases": "cases.parquet"}},
+    **{"new_tokens": 8, "seed": 0, "depths": None},
+    "raw": {"cases": "passkey-cases/0123456789abcdef.parquet"},
     **{"trained_seq_len": None, "variant": "paper"},
 }
 

@@ -36,6 +36,7 @@ from coca_hf.models.rotary import ntk_base, unscaled_len
 from coca_hf.weights import is_derived, read_json
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+OF_CHECKPOINT = "transformers_modules."  # where transformers imports a checkpoint's own code
 OWN_CODE = (
     "got a model that needs the code it carries; read that code, and if you trust it, add "
     "--trust-remote-code"
@@ -92,10 +93,11 @@ def load_model(
     disable_progress_bar()
     config, commit = _load_config(path, revision or "main", trust_remote_code)
     at = commit or revision or "main"  # a branch may move in the meantime
-    before = fingerprint(path, commit, trust_remote_code)
+    before = [fingerprint(path, commit, own_code) for own_code in (False, True)]
     model = _load_weights(path, config, dtype, at, trust_remote_code)
     tokenizer = _load_tokenizer(path, at, trust_remote_code)
-    if fingerprint(path, commit, trust_remote_code) != before:
+    own_code = any(type(one).__module__.startswith(OF_CHECKPOINT) for one in (model, tokenizer))
+    if fingerprint(path, commit, own_code) != before[own_code]:
         raise CocaError(f"{path}: changed while it was loaded; run the same command again")
     tokens_seen, trained_seq_len = _training(Path(path))
     return LoadedModel(
@@ -103,7 +105,7 @@ def load_model(
         tokenizer=tokenizer,
         name=name or Path(path).resolve().name + (f"@{revision}" if revision else ""),
         path=str(Path(path)) if Path(path).is_dir() else path,  # without a trailing slash
-        fingerprint=before,
+        fingerprint=before[own_code],
         tokens_seen=tokens_seen,
         trained_seq_len=trained_seq_len,
         commit=commit,
@@ -236,16 +238,17 @@ def _load_tokenizer(path: str, revision: str, trust_remote_code: bool) -> Any:
     return tokenizer
 
 
-def fingerprint(path: str, commit: str | None, trust_remote_code: bool) -> str:
+def fingerprint(path: str, commit: str | None, own_code: bool) -> str:
     """Sixteen hex digits that change with the files of a model or with its commit on the hub.
 
     They are of the files' names, sizes, times and some of their bytes, including those of an
-    adapter's base: weights, configurations, and whatever a tokenizer may be made from.
+    adapter's base: weights, configurations, whatever a tokenizer may be made from, and, if it runs,
+    the checkpoint's own code.
     """
     directory = Path(path)
     if directory.is_dir():
         patterns = ["*config.json", "*.safetensors", "*.bin", "tokenizer*", "vocab.*", "merges.txt"]
-        patterns += ["*.model", "*tokens*.json", "chat_template.*", *["*.py"] * trust_remote_code]
+        patterns += ["*.model", "*tokens*.json", "chat_template.*", *["*.py"] * own_code]
         directories = [directory]
         adapter = directory / "adapter_config.json"
         base = adapter.is_file() and read_json(adapter).get("base_model_name_or_path")

@@ -55,6 +55,7 @@ Beside = Annotated[T, BESIDE]
 Count = Annotated[int, Field(gt=0, le=2**53)]
 Positive = PositiveFloat | None
 Share = Annotated[float, Field(ge=0, le=1)] | None
+RAW = r"^[\w-]+/[0-9a-f]{16}\.parquet$"
 BASIC = {"model", "task", "rope", "length", "value"}  # in every row, also of a later version
 
 
@@ -80,7 +81,7 @@ class Row(TypedDict):
     coca_log_scale: NotRequired[float | None]
     tokens: NotRequired[int | None]  # scored or read
     error: str | None  # why there is no value; "OOM: ..." if memory ran out
-    raw: dict[str, Annotated[str, Field(max_length=200)]]  # files of raw tables, by name
+    raw: dict[str, Annotated[str, Field(pattern=RAW)]]  # files of raw tables, by name
     device: str
     versions: dict
     commit: NotRequired[str | None]  # of coca_hf

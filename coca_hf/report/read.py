@@ -18,7 +18,8 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
     """The tables of the directories `runs`, in the order of `MEASUREMENTS`.
 
     The latest row of a measurement counts. Models of one name and path whose files differ from one
-    directory to the other are different models: the directory becomes part of their path. Rows get
+    directory to the other are different models: the directory becomes part of their path. A model
+    or a text of several paths, the same file or the same documents, has the first of them. Rows get
     `model_states` and `text_states`, which have several elements if files have changed: the
     fingerprints, in all rows, of the model of this name and path, and the hashes of the documents
     of this table. A row's `raw` becomes paths, whose files may be absent.
@@ -28,6 +29,11 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
     of_runs = {run: sorted(_read(run), key=lambda row: row["date"]) for run in runs}
     _tell_apart(of_runs)
     rows = [row for of_run in of_runs.values() for row in of_run]
+    paths: dict[tuple, str] = {}
+    for row in rows:
+        for path, *same in (("model_path", "model", "fingerprint"), ("data", "text_hash")):
+            if row.get(same[-1]):
+                row[path] = paths.setdefault((path, *map(row.get, same)), row[path])
     models: dict[tuple, set] = {}
     texts: dict[tuple, set] = {}
     for row in rows:

@@ -286,6 +286,12 @@ def test_own_code_runs_if_it_is_trusted(half, tiny_llama_dir):
     assert load_model(str(half), trust_remote_code=True).fingerprint != loaded.fingerprint
 
 
+def test_code_that_does_not_run_does_not_change_the_fingerprint(checkpoint):
+    before = load_model(str(checkpoint)).fingerprint
+    (checkpoint / "other.py").write_text("")
+    assert load_model(str(checkpoint), trust_remote_code=True).fingerprint == before
+
+
 def test_trust_remote_code_also_applies_to_the_baseline(half, tmp_path, coca_eval):
     arguments = f"speed {half} --baseline {half} --baseline-name same --modes prefill --lengths 16"
     arguments += f" --repeats 1 --out {tmp_path / 'out'}"

@@ -428,6 +428,20 @@ def test_models_of_one_name_and_path_in_two_runs_have_a_line_each(run, tmp_path,
     assert f" of {again.name}" not in made
 
 
+def test_a_model_and_a_text_of_several_paths_are_one(run):
+    same = {"fingerprint": "f", "text_hash": "t"}
+    paths = {"model_path": "../llama", "data": "../books.txt", "length": 512}
+    (table,) = read_tables([run(row(**same), row(**same, **paths))])
+    assert [*table.series] == ["llama"]
+    others = run(row(**same), row(**paths | {"fingerprint": "g", "text_hash": "u"}))
+    assert len(read_tables([others])) == 2
+
+
+def test_raw_tables_of_other_directories_are_not_read(run):
+    with pytest.raises(CocaError, match="got a row with raw"):
+        read_tables([run(row(raw={"windows": "../0123456789abcdef.parquet"}))])
+
+
 OLDER = "the text of these documents changed before the latest number; measure llama again"
 OTHER = "llama reads other tokens of this text than coca; losses and perplexities per token"
 
