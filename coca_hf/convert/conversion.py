@@ -212,7 +212,8 @@ def convert_checkpoint(
             expected = Layout(source, form, some)
             possible.append(Layout(source, form, range(layout.config.num_hidden_layers)))
         preflight.check_room(expected, target, *(calibration.needs[1:] if calibration else ()))
-        tokenizer = _begin(staging, layout, calibration)
+        is_open = bool(chooses_content or ranked)
+        tokenizer = _begin(staging, layout, calibration, is_open)
         # weights in `scratch` are headers alone
         numbers_are_here, began = scratch not in source.directory.parents, time.perf_counter()
         if (calibration or dry_run) and numbers_are_here:
@@ -236,7 +237,7 @@ def convert_checkpoint(
             if ranked:
                 kept = calibration.most_harmful(layout, ranked, staging.calibrated, report)
                 layout = Layout(source, form, kept)
-            if chooses_content or ranked:
+            if is_open:
                 tokenizer = _begin(staging, layout, calibration)
             calibration.run(layout, staging.calibrated, report)
         WeightsWriter(layout, staging, progress or (lambda done, total: None)).write()
@@ -257,11 +258,14 @@ def convert_checkpoint(
 
 
 def _begin(
-    staging: Staging, layout: Layout, calibration: Calibration | None
+    staging: Staging, layout: Layout, calibration: Calibration | None, is_open: bool = False
 ) -> PreTrainedTokenizerBase | None:
-    """Write all but weights, record and card; returns the source's tokenizer, if one loads."""
+    """Write all but weights, record and card; returns the source's tokenizer, if one loads.
+
+    is_open: calibration has yet to choose layers, so all shards of an earlier run stay.
+    """
     layout.calibrated_from = calibration.task.settings if calibration else None
-    staging.begin(layout.made_from(), layout.shards)
+    staging.begin(None if is_open else layout.made_from(), layout.shards)
     layout.config.save_pretrained(staging.checkpoint)  # also copies the modelling files
     return layout.source.save_companions(staging.checkpoint, layout.form.ntk_length)
 

@@ -102,12 +102,16 @@ class Staging:
                 "again"
             )
 
-    def begin(self, made_from: str, shards: Collection[str]) -> None:
+    def begin(self, made_from: str | None, shards: Collection[str]) -> None:
         """Keep the `shards` that an earlier run finished, if it made the same; remove the rest.
 
-        made_from: decides the shards' names and contents, together with the numbers of the source.
+        made_from: decides the shards' names and contents, together with the numbers of the source;
+        None if that is not known yet, and nothing is removed.
         """
         self.begun = True
+        if made_from is None:
+            self.checkpoint.mkdir(exist_ok=True)
+            return
         finished = self._read_manifest(made_from)
         if finished is None:
             _remove(self.checkpoint)

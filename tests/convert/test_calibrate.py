@@ -44,7 +44,7 @@ from coca_hf.convert.calibration_text import (
     repeated_blocks,
 )
 from coca_hf.convert.layer_pairs import Angles, LayerPairs
-from coca_hf.convert.writer import WeightsWriter
+from coca_hf.convert.writer import Staging, WeightsWriter
 from coca_hf.documents import read_documents
 from coca_hf.held_out import most_held_out
 from coca_hf.models.attention import NO_CONTENT, ContentPairs, scaled_key
@@ -456,6 +456,34 @@ def test_killed_in_a_layer_it_continues_with_that_layer_to_the_same_bits(
     for fact in ("perplexity", "attention_kl"):
         assert record["calibration"][fact] == whole[1]["calibration"][fact]
     assert not (tmp_path / ".cut.incomplete").exists()
+
+
+@pytest.mark.parametrize("options", [{"keep_layers": 1}, {"content_layers": "auto"}])
+def test_finished_shards_stay_while_a_rerun_chooses_layers(
+    options, tiny_llama_dir, text, tmp_path, monkeypatch
+):
+    written, finished = [], []
+    write, record = WeightsWriter._write_shard, Staging.record
+
+    def stop_after_two(staging, one):
+        record(staging, one)
+        finished.append(one.shard)
+        if len(finished) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Staging, "record", stop_after_two)
+    options = options | {"max_shard_size": "64KB"}
+    with pytest.raises(KeyboardInterrupt):
+        convert(tiny_llama_dir, tmp_path / "dst", text, **options)
+    monkeypatch.setattr(Staging, "record", record)
+    monkeypatch.setattr(
+        WeightsWriter,
+        "_write_shard",
+        lambda writer, shard: written.append(shard) or write(writer, shard),
+    )
+    convert(tiny_llama_dir, tmp_path / "dst", text, **options)
+    assert len(written) > 1
+    assert not {*finished} & {*written}
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-1] + b"?", lambda data: data[:-1000]])
