@@ -482,7 +482,6 @@ def test_finished_shards_stay_while_a_rerun_chooses_layers(
         lambda writer, shard: written.append(shard) or write(writer, shard),
     )
     convert(tiny_llama_dir, tmp_path / "dst", text, **options)
-    assert len(written) > 1
     assert not {*finished} & {*written}
 
 
