@@ -301,6 +301,10 @@ def check_optimizer(arguments: TrainingArguments, where: str) -> None:
         getattr(choice, "value", choice)
         for choice in (arguments.optim, arguments.lr_scheduler_type)
     )
+    if optim.startswith("schedule_free"):  # the weights that it trains are not those to save
+        raise CocaError(
+            f"{where}: got optim {optim}, expected one that needs no other weights to save"
+        )
     given = (
         f"{where}: optim {optim}, optim_args {short(arguments.optim_args)}, lr_scheduler_type "
         f"{schedule}, lr_scheduler_kwargs {short(arguments.lr_scheduler_kwargs)} do not work"
