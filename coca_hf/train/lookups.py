@@ -77,7 +77,9 @@ class Lookups:
             )
         self._tokenizer = tokenizer
         vocabulary = tokenizer.get_vocab()
-        self._ordinary = sorted(set(vocabulary.values()) - set(tokenizer.all_special_ids))
+        # added tokens are special, or may have no embedding
+        added = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+        self._ordinary = sorted(set(vocabulary.values()) - added)
         words = {token[1:] for token in vocabulary if token.startswith(WORD_MARKS)}
         self._words = sorted(word for word in words if _is_word(word)) or list(FIRST_NAMES)
 

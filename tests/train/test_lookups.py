@@ -1,12 +1,14 @@
 """Blocks of lookups: every marked answer stands somewhere before."""
 
 import ast
+import copy
 import random
 import re
 from itertools import groupby
 from pathlib import Path
 
 import pytest
+from transformers import AddedToken
 
 from coca_hf import CocaError, evaluate
 from coca_hf.train import lookups
@@ -77,6 +79,14 @@ def test_every_block_draws_its_passages_from_all_ordinary_tokens(block, text, ti
     foreign = [set(block(seed).ids) - set(text) for seed in range(60)]
     assert len(set().union(*foreign)) > 240  # of the 256 bytes, nearly all
     assert not set().union(*foreign) & set(tiny_tokenizer.all_special_ids)
+
+
+def test_added_tokens_are_not_drawn(tiny_tokenizer):
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.add_tokens(["<extra>", AddedToken("<reserved>", special=True)])
+    added = tokenizer.convert_tokens_to_ids(["<extra>", "<reserved>"])
+    drawn = Lookups(tokenizer)._random_tokens(20_000, random.Random(0))
+    assert not {*added} & {*drawn}
 
 
 def test_inserted_words_have_the_tokens_that_they_have_within_a_text(tiny_tokenizer):
