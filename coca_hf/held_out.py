@@ -4,7 +4,7 @@ Documents are held out by a hash of their text, whatever the seed: every run on 
 the same ones, and copies of a document are treated alike, also in different sources of a run. From
 a large source a hundredth is held out. From a small one, the documents of lowest hash are, as few
 as suffice; if these are more than a tenth of its text, as with a single book, the end of every
-document is held out instead.
+document is held out instead. Of other sources, a small one only holds out copies of its documents.
 
 The blocks are passages of at least `DOCUMENTS` documents if the source can spare them: a single
 document, which may be verse, another language or all tables, says little about the others.
@@ -14,7 +14,7 @@ import itertools
 import math
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -46,6 +46,43 @@ class HeldOut(NamedTuple):
         if _hash(text) < self.below:
             return "", text
         return split_at_space(text, self.tail) if self.tail else (text, "")
+
+
+class HeldOutTogether(NamedTuple):
+    """What one of several sources leaves out.
+
+    own: its rule. others: the rules of small sources, and the hashes of their documents.
+    """
+
+    own: HeldOut
+    others: list[tuple[HeldOut, set[int]]]
+
+    def split(self, text: str) -> tuple[str, str]:
+        """As `HeldOut.split`, by the most that a source with this document holds out of it."""
+        key = _hash(text)
+        rules = [self.own, *(rule for rule, hashes in self.others if key in hashes)]
+        return HeldOut(*map(max, zip(*rules, strict=True))).split(text)
+
+
+def together(rules: Mapping[int, HeldOut], reads: Mapping[int, Read]) -> dict[int, HeldOutTogether]:
+    """What sources leave out whose blocks were held out by `rules`; both by the sources' numbers.
+
+    Small sources are read once more if there are others.
+    """
+    of_large = HeldOut(below=LARGE)
+    small = {number: rule for number, rule in rules.items() if rule not in (HeldOut(), of_large)}
+    hashes = {
+        number: {_hash(document.text) for document in reads[number]()} if len(rules) > 1 else set()
+        for number in small
+    }
+    below = LARGE if of_large in rules.values() else 0
+    return {
+        number: HeldOutTogether(
+            HeldOut(max(rule.below, below), rule.tail),
+            [(small[other], hashes[other]) for other in small if other != number],
+        )
+        for number, rule in rules.items()
+    }
 
 
 def hold_out(

@@ -83,6 +83,28 @@ def test_no_trace_of_a_held_out_block_is_ever_trained_on_from_its_own_source_or_
     assert not trained & set().union(*map(grams, held))
 
 
+SMALL_SOURCES = {"a tail": [3001], "documents": [40] * 40}
+
+
+@pytest.mark.parametrize("small", SMALL_SOURCES.values(), ids=SMALL_SOURCES)
+@pytest.mark.parametrize("lengths", [[33] * 1500, [220] * 60], ids=["large", "small"])
+def test_a_source_is_trained_on_as_it_is_alone_beside_a_small_one(
+    small, lengths, tiny_tokenizer, prepared, tmp_path
+):
+    beside = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, small)
+    source = make_source(tmp_path / "b.jsonl", string.digits, lengths)
+    alone, both = (
+        {tuple(map(int, block)) for block in tokens_of(prepared(sources, count, held_out_blocks=n))}
+        for sources, count, n in (
+            ([source], sum(lengths) // 10, 4),
+            ([beside, source], sum(lengths) // 3, 8),
+        )
+    )
+    of_source = {block for block in both if {*string.digits} & {*tiny_tokenizer.decode(block)}}
+    assert len(alone) > 0.8 * sum(lengths) // SEQ_LEN
+    assert of_source == alone
+
+
 @pytest.mark.parametrize("blocks", [1, 6, 1000])
 @pytest.mark.parametrize("kind", DOCUMENTS)
 def test_the_most_that_is_held_out_includes_what_any_number_of_blocks_holds_out(

@@ -58,7 +58,7 @@ from coca_hf.documents import (
 )
 from coca_hf.errors import CocaError
 from coca_hf.files import locked, replace_text, size_in_words
-from coca_hf.held_out import HeldOut, hold_out, shares
+from coca_hf.held_out import HeldOut, HeldOutTogether, hold_out, shares, together
 from coca_hf.tokens import Encoder, Piece, batches, pieces_of, skipped_positions
 from coca_hf.train.lookups import Lookups
 from coca_hf.train.processes import Stopped
@@ -475,11 +475,10 @@ class Corpus:
             hold_out(functools.partial(self._documents, source), self.encoder, self.data.seq_len, n)
             for source, n in zip(self.data.sources, counts, strict=True)
         ]
-        # Another source may have a document, too, and must not train on what is held out of this one
-        rule = HeldOut(*map(max, *(rule for rule, _ in found), HeldOut()))
         held_out = torch.cat([blocks for _, blocks in found]).numpy()
         read = {str(number): {**UNREAD} for number in self._texts}
-        state = {"commits": commits, "rule": rule, "parts": {}, "sources": read}
+        rules = [rule for rule, _ in found]
+        state = {"commits": commits, "rules": rules, "parts": {}, "sources": read}
         return state | {"held_out_blocks": held_out}  # which `_write` moves into their file
 
     @property
@@ -488,7 +487,7 @@ class Corpus:
         return {number: source for number, source in enumerate(self.data.sources) if source.path}
 
     def _pieces(
-        self, source: Source, held_out: HeldOut, document: int, character: int
+        self, source: Source, held_out: HeldOut | HeldOutTogether, document: int, character: int
     ) -> Iterator[Piece]:
         """The text to train on, from this place in the source."""
         for number, content in enumerate(self._documents(source)):
@@ -508,12 +507,17 @@ class Corpus:
         self, rows: dict[str, GrowingRows], state: dict[str, Any]
     ) -> Iterator[tuple[int, int]]:
         """The source of block 0, 1, … and its row in that source's file, without end."""
-        seed, sources, rule = self.data.seed, self.data.sources, HeldOut(*state["rule"])
+        seed, sources = self.data.seed, self.data.sources
+        rules = {number: HeldOut(*state["rules"][number]) for number in self._texts}
+        reads = {
+            number: functools.partial(self._documents, one) for number, one in self._texts.items()
+        }
+        held_out = together(rules, reads)
         names = [f"{seed} source {number}" for number in range(len(sources))]
         texts = {}
         for number, source in self._texts.items():
             read, made = state["sources"][str(number)], rows[f"source-{number}"]
-            first_pass = self._packed(source, rule, read, made)
+            first_pass = self._packed(source, held_out[number], read, made)
             texts[number] = self._order_of_text(source, first_pass, made, names[number])
         streams = [
             texts[number]
@@ -527,7 +531,7 @@ class Corpus:
             yield number, next(streams[number])
 
     def _packed(
-        self, source: Source, held_out: HeldOut, read: dict[str, Any], rows: GrowingRows
+        self, source: Source, held_out: HeldOutTogether, read: dict[str, Any], rows: GrowingRows
     ) -> Iterator[int]:
         """The rows of a source in the order of its documents, tokenised unless they are on disk.
 

@@ -303,7 +303,7 @@ def check_optimizer(arguments: TrainingArguments, where: str) -> None:
     )
     if optim.startswith("schedule_free"):  # the weights that it trains are not those to save
         raise CocaError(
-            f"{where}: got optim {optim}, expected one that needs no other weights to save"
+            f"{where}: got optim {optim}, expected an optimizer that saves the weights it trains"
         )
     given = (
         f"{where}: optim {optim}, optim_args {short(arguments.optim_args)}, lr_scheduler_type "
