@@ -57,6 +57,8 @@ class Scored(NamedTuple):
 def fit_case(tokenizer: Any, length: int, drawn: Drawn) -> Case:
     """The case whose prompt, special tokens included, has at most `length` tokens and no room for
     more filler. `length` must fit a prompt without filler: see `check_lengths`.
+
+    Raises CocaError as `answer_ids` does.
     """
 
     def tokens_of(filler: int) -> int:
@@ -72,7 +74,7 @@ def fit_case(tokenizer: Any, length: int, drawn: Drawn) -> Case:
         depth=before / filler if filler else 0.0,
         distance=len(tokenizer(from_line, add_special_tokens=False)["input_ids"]),
         token_ids=token_ids,
-        answer_ids=prompt_ids(tokenizer, f"{text} {drawn.answer}")[len(token_ids) :],
+        answer_ids=answer_ids(tokenizer, text, drawn.answer),
     )
 
 
@@ -82,17 +84,34 @@ def prompt_ids(tokenizer: Any, text: str) -> list[int]:
     return token_ids[: len(token_ids) - len(around_text(tokenizer)[1])]
 
 
+def answer_ids(tokenizer: Any, text: str, answer: int) -> list[int]:
+    """The tokens of a space and the answer after those of `text`.
+
+    Raises CocaError if the tokenizer merges the end of `text` with them: its answer has no tokens
+    of its own that a model could be asked for.
+    """
+    asked, answered = prompt_ids(tokenizer, text), prompt_ids(tokenizer, f"{text} {answer}")
+    if answered[: len(asked)] != asked:
+        raise CocaError(
+            f"got a tokenizer that merges the end of {text[-20:]!r} with the answer, {answer}, "
+            "after it; expected one whose tokens end with words"
+        )
+    return answered[len(asked) :]
+
+
 def check_lengths(
     loaded: LoadedModel, cases: dict[int, list[Drawn]], what: str, ending: str
 ) -> None:
-    """Raise CocaError if a length does not fit its prompts, or the vocabulary lacks their tokens.
+    """Raise CocaError if a length does not fit its prompts, the vocabulary lacks their tokens, or
+    their answers have no tokens of their own.
 
     cases: by length. what: names the prompts. ending: of the message about the length.
     """
     for length, drawn in cases.items():
         for one in drawn:
-            ids = prompt_ids(loaded.tokenizer, one.fill(len(FILLER))[0])
-            check_vocabulary(loaded, torch.tensor(ids), what)
+            text, _ = one.fill(len(FILLER))
+            check_vocabulary(loaded, torch.tensor(prompt_ids(loaded.tokenizer, text)), what)
+            answer_ids(loaded.tokenizer, text, one.answer)
         least = max(len(prompt_ids(loaded.tokenizer, one.fill(0)[0])) for one in drawn)
         if length < least:
             raise CocaError(f"--lengths: got {length}, expected at least {least} tokens{ending}")

@@ -118,7 +118,7 @@ def _holds_key(case: Case, text: str, token_ids: list[int]) -> bool:
 
 def _first_number(case: Case, text: str, token_ids: list[int]) -> bool:
     number = re.search(r"\d+", text)
-    return number is not None and int(number.group()) == case.key
+    return number is not None and number.group().lstrip("0") == str(case.key)
 
 
 def _begins_with_key(case: Case, text: str, token_ids: list[int]) -> bool:

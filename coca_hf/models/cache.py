@@ -6,6 +6,7 @@ with the same content pairs share. Keys and values together take 75% of LLaMA's 
 
 import weakref
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 
 import torch
@@ -32,6 +33,12 @@ class HalfWidth(Cache):
     the angles of all positions, cos and sin (b, 1, n, j). Whatever is done to the cache (reorder,
     crop, repeat, select, reset) is then done to them as well.
     """
+
+    def __deepcopy__(self, memo: dict) -> "HalfWidth":
+        memo[id(self.config)] = self.config  # the model's, whose attention can be changed later
+        copied = memo[id(self)] = object.__new__(type(self))
+        copied.__dict__.update(deepcopy(self.__dict__, memo))
+        return copied
 
     def hold_angles(self, config, new_layer: Callable[[], CacheLayerMixin]) -> None:
         self.config, self.new_layer = config, new_layer

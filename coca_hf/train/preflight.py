@@ -210,12 +210,7 @@ def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
                 **options,
             )
             on_cpu = arguments.device.type == "cpu"  # joins the other processes
-        own = "bf16" if arguments.bf16 else "fp16" if arguments.fp16 else "no"
-        if (launched := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) not in ("no", own):
-            raise CocaError(
-                f"{where}: got mixed_precision {launched} from accelerate launch, expected {own}: "
-                "the recipe decides, with bf16 or fp16; launch with --mixed_precision no"
-            )
+        check_precision(arguments, where)
         if arguments.n_gpu > 1:  # transformers would split every batch among them by DataParallel
             if number == 1:
                 announce(
@@ -239,6 +234,20 @@ def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
             ResolvedStage(stage, own_options, arguments, per_step, base, start, before, directory)
         )
     return stages
+
+
+def check_precision(arguments: TrainingArguments, where: str) -> None:
+    """Raises CocaError for another precision of `accelerate launch`, and for fp16 on a CPU."""
+    own = "bf16" if arguments.bf16 else "fp16" if arguments.fp16 else "no"
+    if (launched := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) not in ("no", own):
+        raise CocaError(
+            f"{where}: got mixed_precision {launched} from accelerate launch, expected {own}: "
+            "the recipe decides, with bf16 or fp16; launch with --mixed_precision no"
+        )
+    if arguments.fp16 and arguments.device.type == "cpu":
+        raise CocaError(
+            f"{where}: got fp16 on a CPU, where losses are not scaled; expected bf16, or neither"
+        )
 
 
 def context_parallel(arguments: TrainingArguments, size: int, where: str) -> ParallelismConfig:

@@ -55,6 +55,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import TrainingArguments
 
 from coca_hf.errors import CocaError, nearest, one_line, short
+from coca_hf.tokens import TOKENS_A_SKIP
 
 ObjectiveName = Literal["lm", "distill"]
 
@@ -205,6 +206,11 @@ class Data(StrictMapping):
             raise ValueError(
                 f"got skip_positions {self.skip_positions}, expected more than seq_len, "
                 f"{self.seq_len}: the number of positions that a block spreads over"
+            )
+        if self.skip_positions is not None and self.seq_len < TOKENS_A_SKIP:
+            raise ValueError(
+                f"got skip_positions with seq_len {self.seq_len}, expected a seq_len of at least "
+                f"{TOKENS_A_SKIP}: shorter blocks skip nothing"
             )
         return self
 

@@ -1,3 +1,4 @@
+import json
 import re
 from dataclasses import replace
 
@@ -170,6 +171,21 @@ def test_prompts_of_subwords_fill_their_length_with_the_key_in_its_place(
             assert case.depth == (before / (before + after) if before + after else 0.0)
 
 
+def test_a_tokenizer_that_merges_the_answer_with_the_word_before_it_is_refused(llama, tmp_path):
+    """As tokenizers do whose tokens span words: the answer would be scored without its beginning."""
+    spec = json.loads(llama.tokenizer.backend_tokenizer.to_str())
+    spec["pre_tokenizer"]["use_regex"] = False
+    vocab = spec["model"]["vocab"]
+    vocab["sĠ"] = vocab.pop("ÿ")  # Ġ is the space of byte-level tokenizers
+    spec["model"]["merges"] = [["s", "Ġ"]]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(spec)))
+    loaded = replace(llama, tokenizer=tokenizer)
+    message = r"got a tokenizer that merges the end of '.* pass key is' with the answer, \d{5}, "
+    with pytest.raises(CocaError, match=message):
+        passkey_rows(run_of(loaded, tmp_path, 500), 3, variant="landmark")
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
 def test_cases_take_the_depths_of_a_grid_in_turn(tiny_tokenizer):
     """With 22 fillers of 90 bytes, grid points are at most half a filler off."""
     length, grid = SHORTEST + 22 * FILLER_LEN + 2, [0, 0.25, 0.5, 0.75, 1]
@@ -203,7 +219,10 @@ FOUND = {
     variant: [[(text, []) for text in texts] for texts in both]
     for variant, both in {
         "paper": (("It is 417.", "1417", " 417"), ("41 7", "", "four")),
-        "yarn": ((" 417.", "well, 417 or 5", "0417"), (" 5 or 417", "4170", "", "none")),
+        "yarn": (
+            (" 417.", "well, 417 or 5", "0417"),
+            (" 5 or 417", "4170", "", "none", "417" * 1500),  # int() takes 4,300 digits
+        ),
     }.items()
 }
 IDS = [32, 52, 49, 55]  # LongLoRA wants exactly these tokens first

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from transformers import Trainer
 
 from coca_hf import CocaError
+from coca_hf.train import preflight
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.run_directory import last_checkpoint
 from tests.train.corpora import corpus_of, tokens_of
@@ -123,6 +124,7 @@ def scaler(monkeypatch):
         self.scaler = torch.amp.GradScaler(self.device.type, init_scale=2.0**20)
 
     monkeypatch.setattr(Accelerator, "__init__", init)
+    monkeypatch.setattr(preflight, "check_precision", lambda *_: None)  # refuses fp16 on a CPU
 
 
 def test_overflows_are_skipped_until_the_scale_fits_and_are_not_bad(train, scaler, tiny_coca_dir):

@@ -201,6 +201,13 @@ def test_a_launcher_with_another_precision_than_the_stages_is_refused(
     assert len(resolve_stages(load_recipe(recipe_path, settings[:1]), tmp_path)) == 3
 
 
+def test_fp16_on_a_cpu_which_would_not_scale_losses_is_refused(train, tmp_path):
+    message = r"stages\.k: got fp16 on a CPU, where losses are not scaled; expected bf16, or neit"
+    with pytest.raises(CocaError, match=message):
+        train("training.fp16=true", "training.use_cpu=true")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_mixed_precision_on_a_gpu_trains_as_float32_does(dtype, train, tmp_path):

@@ -133,6 +133,7 @@ BAD_SETTINGS = {  # or several together
     "data.sources=[{synthetic: lookups, weight: 1, column: code}]": "data.sources.0: got column beside synthetic",
     "data.sources=[{synthetic: lookups, weight: 1}]": "data: got synthetic sources alone, expected documents beside",
     "data.skip_positions=20": "data: got skip_positions 20, expected more than seq_len, 20",
+    "data.skip_positions=64": "data: got skip_positions with seq_len 20, expected a seq_len of at ",
     "stages.k.answer_weight=1": "stages.k: got answer_weight 1 without a source that has answers; add {synthetic: lo",
     "training=fast": "training: got 'fast', expected a mapping",
     "training.output_dir=x": "'output_dir' is not a recipe's to set: results lie in OUT",
@@ -182,7 +183,11 @@ BAD_SETTINGS = {  # or several together
         SHARED,
         "training.attn_implementation=eager",
     ): "2 with attn_implementation eager, expected sdpa",
-    (SHARED, "data.skip_positions=2000"): "2 with data.skip_positions, expected positions in order",
+    (
+        SHARED,
+        "data.seq_len=40",
+        "data.skip_positions=2000",
+    ): "2 with data.skip_positions, expected positions in order",
     (SHARED, "data.seq_len=70"): "2 with data.seq_len 70; expected a multiple of 4",
 }
 

@@ -200,7 +200,7 @@ def test_kept_layers_of_a_trained_model_are_trained_later(recipe_path, tiny_llam
 
 
 def test_blocks_that_skip_beyond_the_models_positions_are_refused(recipe_path):
-    recipe = load_recipe(recipe_path, ["data.skip_positions=65"])
+    recipe = load_recipe(recipe_path, ["data.skip_positions=65", "data.seq_len=32"])
     with pytest.raises(CocaError, match="skip_positions: got 65, expected at most 64, the pos"):
         prepare_recipe(recipe, 1)
     with pytest.raises(CocaError, match="skip_positions: got 65, expected at most 64, the pos"):
@@ -216,7 +216,7 @@ def test_blocks_that_skip_beyond_the_teachers_positions_are_refused(
 ):
     student = AutoConfig.from_pretrained(tiny_coca_dir, max_position_embeddings=128)
     for skip in (65, 64):
-        settings = [f"data.skip_positions={skip}", f"teacher={tiny_llama_dir}"]
+        settings = [f"data.skip_positions={skip}", "data.seq_len=32", f"teacher={tiny_llama_dir}"]
         recipe = load_recipe(recipe_path, settings)
         assert check_positions(recipe, student) is None
         if skip == 65:
