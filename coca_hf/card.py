@@ -105,7 +105,7 @@ def write_card(
         file = directory / "training.json"
         training = read_json(file) if file.exists() else {}
     with library_errors(f"{directory}: its records are not what coca-convert and coca-train write"):
-        card = _card(conversion, training, measured, base_model)
+        card = make_card(conversion, training, measured, base_model)
     try:
         with replacing(path) as unfinished:
             card.save(unfinished)
@@ -134,9 +134,10 @@ def _mark(text: str) -> str:
     return f"{MARK[:-4]}; xxh3_64 {digest} -->"
 
 
-def _card(
-    conversion: dict, training: dict, measured: str | None, base_model: str | None
+def make_card(
+    conversion: dict, training: dict, measured: str | None = None, base_model: str | None = None
 ) -> ModelCard:
+    """As `write_card`, from records. Raises whatever a damaged record causes."""
     base, stages = conversion.get("base", {}), training.get("stages", [])
     head = conversion.get("architecture", "ForCausalLM").partition("For")[2]
     base_id = base_model or base.get("model")

@@ -92,7 +92,7 @@ class Adapter:
         rank, alpha = config.get("r"), config.get("lora_alpha")
         if not (
             (isinstance(rank, int) and rank >= 1)
-            and (isinstance(alpha, int | float) and math.isfinite(alpha))
+            and (isinstance(alpha, int | float) and abs(alpha) < 1e308)  # not NaN, not 10**400
         ):
             raise CocaError(
                 f"{self.config_file}: got r={short(rank)}, lora_alpha={short(alpha)}, expected a "

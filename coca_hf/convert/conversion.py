@@ -18,7 +18,7 @@ import xxhash
 from huggingface_hub import HfApi
 from transformers import PreTrainedTokenizerBase
 
-from coca_hf.card import base_metadata, write_card
+from coca_hf.card import base_metadata, make_card, write_card
 from coca_hf.convert import preflight
 from coca_hf.convert.adapter import Adapter
 from coca_hf.convert.calibration import Calibration, Report
@@ -186,6 +186,11 @@ def convert_checkpoint(
         records = source.records() if layout.from_coca else {}
         last = records.get(RECORD)
         base = base_metadata(src, source.directory) if last is None else last.get("base", {})
+        if records:  # the card is made from them when all weights are written
+            problem = "its records are not what coca-convert and coca-train write; restore them"
+            with library_errors(f"{source.directory}: {problem}"):
+                record = _record(layout, [], None, None, base, records)
+                make_card(record, records.get(TRAINING_RECORD, {}))
         preflight.check_kept_number(ranked, layout)
         calibration = None
         if calibrate_on is not None:

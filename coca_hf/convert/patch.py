@@ -115,7 +115,7 @@ def patch_(
         coca._set_gradient_checkpointing(True, checkpointing[0]._gradient_checkpointing_func)
     if hasattr(model, "_require_grads_hook"):
         coca.enable_input_require_grads()
-    original = (type(model), model.__dict__, _kinds(coca)) if keep_original else None
+    original = (type(model), model.__dict__, _parts(coca)) if keep_original else None
     model.__class__, model.__dict__ = type(coca), coca.__dict__
     model.__dict__[ORIGINAL] = original
     return model
@@ -128,7 +128,7 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
     projections and the fused projections of GPT-NeoX and Phi-3 are as they were before `patch_`.
 
     Raises CocaError if the original was not kept, because it cannot be computed from the CoCA
-    model, or if embeddings have been resized or modules replaced since.
+    model, or if embeddings have been resized or modules or parameters replaced since.
     """
     if not isinstance(model, CocaPreTrainedModel):
         raise CocaError(
@@ -139,28 +139,34 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
             "unpatch_: got a model without its original projections, expected patch_(model, "
             "keep_original=True); load the original again"
         )
-    *original, kinds = model.__dict__[ORIGINAL]
-    if _kinds(model) != kinds:  # such as peft's adapters
-        raise CocaError(
-            "unpatch_: got modules that were replaced since patch_, which would be lost; merge or "
-            "unload adapters first (merge_and_unload)"
-        )
-    training, vocab_size = model.training, model.config.vocab_size
+    *original, parts = model.__dict__[ORIGINAL]
+    is_replaced, training, vocab_size = (
+        _parts(model) != parts,
+        model.training,
+        model.config.vocab_size,
+    )
     head = getattr(model.get_output_embeddings(), "weight", None)  # classifiers have none
     coca = type(model), model.__dict__
     model.__class__, model.__dict__ = original
     original_head = getattr(model.get_output_embeddings(), "weight", None)
+    problem = None
     if original_head is not head or model.config.vocab_size != vocab_size:
-        model.__class__, model.__dict__ = coca
-        raise CocaError(
-            "unpatch_: got embeddings that were resized since patch_; load the original again and "
-            "resize it"
+        problem = "embeddings that were resized since patch_; load the original again and resize it"
+    elif is_replaced:
+        problem = (
+            "modules or parameters that were replaced since patch_, such as adapters or what their "
+            "modules_to_save trained, which would be lost; merge adapters first (merge_and_unload)"
         )
+    if problem:
+        model.__class__, model.__dict__ = coca
+        raise CocaError(f"unpatch_: got {problem}")
     return model.train(training)
 
 
-def _kinds(model: PreTrainedModel) -> dict[str, type]:
-    return {name: type(module) for name, module in model.named_modules()}
+def _parts(model: PreTrainedModel) -> tuple[dict[str, type], dict[str, int]]:
+    """The kinds of all modules, and which parameters there are, by name."""
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    return kinds, {name: id(parameter) for name, parameter in model.named_parameters()}
 
 
 def _check_movable(model: PreTrainedModel) -> None:

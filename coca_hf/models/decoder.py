@@ -115,6 +115,7 @@ class CocaConfig(PreTrainedConfig):
                     f"{self.sliding_window}, expected a model without windows of its own"  # type: ignore[has-type]
                 )
             self.sliding_window, self.layer_types = self.coca_kept_window, types
+        self._made_for_window = self.coca_kept_window
         file, family = (
             self.model_type.removeprefix("coca_"),
             type(self).__name__.removesuffix("Config"),
@@ -152,6 +153,7 @@ class CocaConfig(PreTrainedConfig):
     def to_dict(self) -> dict[str, Any]:
         """As transformers', without what follows from `coca_kept_window`."""
         fields = super().to_dict()
+        fields.pop("_made_for_window")
         if self.coca_kept_window is not None:
             for name in ("layer_types", "sliding_window"):
                 fields.pop(name, None)
@@ -206,7 +208,8 @@ class CocaConfig(PreTrainedConfig):
                 f"coca_kept_window is {window} beside coca_kept_layers {self.coca_kept_layers}, "
                 "expected at least 2 tokens, below 2^31, and layers that are kept"
             )
-        if window is not None and self.sliding_window != window:
+        is_changed = window is not None and self.sliding_window != window
+        if is_changed or window != self._made_for_window:
             raise ValueError(
                 f"coca_kept_window is {window}, but sliding_window, which follows from it, is "
                 f"{self.sliding_window}; pass coca_kept_window to from_pretrained"

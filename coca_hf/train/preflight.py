@@ -54,6 +54,9 @@ from coca_hf.train.run_directory import (
 )
 
 MODELS = ("model", "teacher", "tokenizer")  # keys of a recipe whose values may be on the hub
+CONSTANT = ("constant", "constant_with_warmup")  # schedules
+# fields of a config with which a model changes its logits after the head
+LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 RING_DEVICES = ("cuda",)  # those that torch's ring attention has kernels for
 FIXED_BY_WEIGHTS = {  # or fitted with them: fields of a checkpoint's config
     *("attention_bias", "head_dim", "hidden_size", "intermediate_size", "num_attention_heads"),
@@ -329,7 +332,15 @@ def check_optimizer(arguments: TrainingArguments, where: str) -> None:
             optimizer = kind(model.parameters(), **options)
             kwargs = None if has_bounds(arguments) else arguments.lr_scheduler_kwargs
             warmup_steps = arguments.get_warmup_steps(num_steps)
-            get_scheduler(schedule, optimizer, warmup_steps, num_steps, kwargs)
+            # transformers ignores them
+            if schedule in CONSTANT and arguments.lr_scheduler_kwargs:
+                raise ValueError(f"{schedule} takes no lr_scheduler_kwargs")
+            if schedule == CONSTANT[0] and warmup_steps:
+                raise ValueError(f"{schedule} has no warm-up, {CONSTANT[1]} has")
+            made = get_scheduler(schedule, optimizer, warmup_steps, num_steps, kwargs)
+            for rate in getattr(made, "lr_lambdas", ()):  # a wrong value may show after the warm-up
+                for step in (warmup_steps, (warmup_steps + num_steps) // 2, num_steps):
+                    float(rate(step))
 
 
 def check_overrides(recipe: Recipe) -> None:
@@ -390,8 +401,8 @@ def check_head(name: str, config: PreTrainedConfig) -> None:
 
 
 def check_kernels(recipe: Recipe) -> None:
-    """Raises CocaError for attention that is unknown or does not run here, and for a model whose
-    blocks cannot be shared among GPUs.
+    """Raises CocaError for attention that is unknown or does not run here, for a model whose blocks
+    cannot be shared among GPUs, and for a fused loss of one that changes its logits.
     """
     for stage in recipe.stages:
         options, where = recipe.stage_options(stage), f"stages.{stage.name}"
@@ -406,6 +417,12 @@ def check_kernels(recipe: Recipe) -> None:
             ) from error
         if options.context_parallel_size > 1:
             check_model_for_context_parallel(model, where)
+        caps = [name for name in LOGIT_CAPS if getattr(model.config, name, None)]
+        if options.fused_cross_entropy and caps:
+            raise CocaError(
+                f"{where}: got fused_cross_entropy with {caps[0]} {getattr(model.config, caps[0])}, "
+                "which would cap hidden states instead of logits; leave fused_cross_entropy out"
+            )
 
 
 def check_model_for_context_parallel(model: PreTrainedModel, where: str) -> None:

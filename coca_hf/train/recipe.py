@@ -570,6 +570,8 @@ def check_stage(stage: Stage, options: StageOptions, data: Data) -> None:
             f"answer_weight {stage.answer_weight:g} without a source that has answers",
             "add {synthetic: lookups, weight: 0.5} to data.sources",
         )
+    if "tf32" in stage.training:
+        refuse("tf32", "torch has one setting for all stages: give training.tf32")
     if options.fused_cross_entropy and stage.needs_logits:
         cause = "objective distill" if stage.needs_teacher else "answer_weight"
         refuse(f"fused_cross_entropy with {cause}, which needs the logits")

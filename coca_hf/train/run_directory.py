@@ -199,9 +199,8 @@ def _is_used(out_dir: Path, recipe: Recipe) -> bool:
     with suppress(OSError, UnicodeDecodeError):
         if (own / RECIPE).read_text(encoding="utf-8") == recipe_text(recipe):
             before |= {own / RECIPE, own / INPUTS}
-    return any(
-        path not in before and (blocks == own or blocks not in path.parents) for path in files
-    )
+    are_inside = own in blocks.parents
+    return any(path not in before and not (are_inside and blocks in path.parents) for path in files)
 
 
 def _flat(tree: Any, path: str = "") -> dict[str, Any]:

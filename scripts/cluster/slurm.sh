@@ -18,6 +18,7 @@
 # USR1 comes 600 s before the limit, which is enough for a step and a checkpoint.
 set -uo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
+[ -f scripts/cluster/layout.sh ] || { echo "$PWD: not the repository; submit the job from there" >&2; exit 2; }
 . scripts/cluster/layout.sh "${LAYOUT:-recipes/accelerate/4x8gpu.yaml}"
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) WORLD_SIZE=$SLURM_NTASKS

@@ -191,6 +191,26 @@ def test_a_damaged_record_is_refused_before_anything_is_written(converted, name,
         refuses(f"kept/{name}: {message}", kept, tmp_path / "dst")
 
 
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("conversion.json", "earlier", 5),
+        ("conversion.json", "earlier", "abc"),
+        ("training.json", "stages", [1]),
+        ("training.json", "stages", [{}]),
+    ],
+)
+def test_records_from_which_no_card_can_be_made_are_refused_before_the_weights(
+    converted, name, field, value, tmp_path
+):
+    kept = shutil.copytree(converted("llama", **KEPT)[1], tmp_path / "kept")
+    file = kept / name
+    record = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(record | {field: value}))
+    refuses("kept: its records are not what coca-convert and ", kept, tmp_path / "dst")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept"]
+
+
 @pytest.mark.parametrize("layers", [[3], [-1], [1, 0, 1]])
 def test_layers_that_are_not_there_or_named_twice_are_refused(layers, tiny_llama_dir, tmp_path):
     absent = "expected different numbers of layers, from 0 to 2"

@@ -186,12 +186,25 @@ def test_unpatch_refuses_adapters_until_they_are_merged(model):
     lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "t_proj"])
     adapted = get_peft_model(model, lora)
     with pytest.raises(
-        CocaError, match=r"unpatch_: got modules that were replaced .* \(merge_and_unl"
+        CocaError,
+        match=r"unpatch_: got modules or parameters that were replaced .* \(merge_and_unl",
     ):
         unpatch_(model)
     assert type(model) is CocaLlamaForCausalLM
     assert unpatch_(adapted.merge_and_unload()) is model
     assert type(model) is LlamaForCausalLM
+
+
+def test_unpatch_refuses_to_lose_what_an_adapter_trained_beside_itself(model):
+    """Merging leaves the trained copy of a module where peft has put it."""
+    patch_(model, keep_original=True)
+    lora = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["input_layernorm"])
+    merged = get_peft_model(model, lora).merge_and_unload()
+    with pytest.raises(
+        CocaError, match="replaced since patch_, such as adapters or what their mod"
+    ):
+        unpatch_(merged)
+    assert type(merged) is CocaLlamaForCausalLM
 
 
 @pytest.mark.parametrize("kept", [(), (1,)])

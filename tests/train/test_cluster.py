@@ -88,6 +88,15 @@ def test_slurm_requeues_only_on_75_unless_cancelled_and_always_resumes(
     assert (tmp_path / "python.log").read_text() == expected
 
 
+def test_slurm_starts_nothing_from_outside_the_repository(stand_ins, tmp_path):
+    environment = of_slurm(stand_ins, tasks=2, CODE=0, STATE="RUNNING", SLURM_SUBMIT_DIR=tmp_path)
+    script = [str(CLUSTER / "slurm.sh"), "recipe.yaml"]
+    result = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr == f"{tmp_path}: not the repository; submit the job from there\n"
+    assert not (tmp_path / "python.log").exists()
+
+
 def test_slurm_waits_for_its_tasks_if_the_signal_reaches_the_script(stand_ins, tmp_path):
     command(stand_ins, "srun", f"touch {tmp_path}/running; sleep 1; exit 75")
     environment = of_slurm(stand_ins, tasks=1, STATE="RUNNING")

@@ -10,12 +10,13 @@ import torch
 import yaml
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
 from coca_hf import CocaError, CocaGraniteConfig, CocaGraniteForCausalLM
 from coca_hf.train import objectives
 from coca_hf.train.model import load_model
 from coca_hf.train.objectives import linear_cross_entropy
-from coca_hf.train.preflight import resolve_stages
+from coca_hf.train.preflight import check_kernels, resolve_stages
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer, held_out_loss
@@ -121,6 +122,24 @@ def test_a_fused_cross_entropy_never_holds_the_logits_of_all_tokens(run, monkeyp
     assert TOKENS in plain_rows
     assert max(our_rows, default=0) <= 7
     assert_same(ours, plain, atol=1e-2 if "training.bf16=true" in options else 1e-5)
+
+
+def test_a_fused_cross_entropy_of_a_model_that_caps_its_logits_is_refused(
+    recipe_path, tiny_coca_dir, tmp_path
+):
+    """It would cap hidden states instead."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
+    Gemma2ForCausalLM(Gemma2Config(**sizes)).save_pretrained(tmp_path / "gemma")
+    AutoTokenizer.from_pretrained(tiny_coca_dir).save_pretrained(tmp_path / "gemma")
+    fused = "training.fused_cross_entropy=true"
+    settings = [f"model={tmp_path / 'gemma'}", "stages=[{name: a, train: all, max_steps: 1}]"]
+    check_kernels(load_recipe(recipe_path, settings))
+    message = (
+        r"stages\.a: got fused_cross_entropy with final_logit_softcapping 30\.0, which would cap"
+    )
+    with pytest.raises(CocaError, match=message):
+        check_kernels(load_recipe(recipe_path, [*settings, fused]))
 
 
 class Largest(TorchDispatchMode):

@@ -188,6 +188,7 @@ BAD_SETTINGS = {  # or several together
         "data.seq_len=40",
         "data.skip_positions=2000",
     ): "2 with data.skip_positions, expected positions in order",
+    "stages.k.tf32=true": "stages.k: got tf32; torch has one setting for all stages: give training.tf32",
     (SHARED, "data.seq_len=70"): "2 with data.seq_len 70; expected a multiple of 4",
 }
 

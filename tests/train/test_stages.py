@@ -166,6 +166,11 @@ REFUSED = {
     "stages.full.optim_args=speed=3": "optim_args 'speed=3', lr_scheduler_type linear, lr_scheduler_kwargs None do not "
     "work: adamw_torch_fused takes no optim_args",
     'stages.full.lr_scheduler_type=cosine stages.full.lr_scheduler_kwargs={"cycles":3}': "do not work: ",
+    'stages.full.lr_scheduler_type=cosine stages.full.lr_scheduler_kwargs={"num_cycles":"half"} '
+    "stages.full.warmup_steps=1": "do not work: could not convert string to float: 'half'",
+    'stages.full.lr_scheduler_type=constant_with_warmup stages.full.lr_scheduler_kwargs={"end_lr":0}': "do not "
+    "work: constant_with_warmup takes no lr_scheduler_kwargs",
+    "stages.full.lr_scheduler_type=constant stages.full.warmup_steps=1": "constant has no warm-up, constant_with_warm",
     "training.attn_implementation=sdpaa": "stages.k: attn_implementation 'sdpaa' does not run here: ",
     "training.context_parallel_size=2": "stages.k: got context_parallel_size 2 on a cpu, for which torch has no ring "
     "attention; expected GPUs",

@@ -318,6 +318,15 @@ def test_blocks_inside_out_do_not_count_as_a_run(recipe_path, out, prepared, tmp
         check_out(recipe, Path(out), resume=False)
 
 
+def test_a_run_below_the_blocks_directory_counts(recipe_path, tmp_path):
+    recipe = load_recipe(recipe_path, [f"data.prepared={tmp_path}"])
+    begin_out(tmp_path / "run", recipe, {})
+    (tmp_path / "run/1-k").mkdir()
+    (tmp_path / "run/1-k/log.jsonl").write_text("{}")
+    with pytest.raises(CocaError, match="not empty; continue what is there with --resume"):
+        check_out(recipe, tmp_path / "run", resume=False)
+
+
 OWN_FILES = ["recipe.yaml", "inputs.json", "notes/recipe.yaml", "notes/inputs.json"]
 OWN_FILES += [".download.partial", "notes/.a.1.partial"]
 
