@@ -169,12 +169,19 @@ def _cache_layers(
     windows.
     """
     rows: dict[int, Counter[str]] = {}
+    stacks = set()
     for name, tensor in tensors.items():
         match = re.search(
-            r"\.(\d+)\..*?(k_proj|t_proj|v_proj|query_key_value|qkv_proj)\.weight$", name
+            r"(.*?)\.(\d+)\.(?:.*\.)?(k_proj|t_proj|v_proj|query_key_value|qkv_proj)\.weight$", name
         )
         if match and tensor.shape:
-            rows.setdefault(int(match[1]), Counter())[match[2]] += tensor.shape[0]
+            stacks.add(match[1])
+            rows.setdefault(int(match[2]), Counter())[match[3]] += tensor.shape[0]
+    got = f"the layers of {' and of '.join(sorted(stacks))}" if len(stacks) > 1 else ""
+    if any(".quant_state.bitsandbytes" in name for name in tensors):  # their shapes say nothing
+        got = "weights that bitsandbytes has packed"
+    if got:
+        raise CocaError(f"{directory}: got {got}, expected the plain weights of one decoder")
     heads = getattr(config, "num_attention_heads", 0)
     d = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
     types = getattr(config, "layer_types", None) or []

@@ -337,8 +337,9 @@ def _heat_maps(table: Table, cases: list[dict]) -> Iterator[Part]:
             ]
             for depth in depths
         ]
-        values = {share for line in shares for share in line if share is not None}
-        if len(values) == 1:
+        of_lengths = [{*column} - {None} for column in zip(*shares, strict=True)]
+        values = set().union(*of_lengths)
+        if len(values) == 1 and all(of_lengths):  # a length may have no value
             everywhere = "at every context length and depth, so no heat map."
             same.append(f"{name}: {values.pop():.2f} {everywhere}")
             continue

@@ -54,13 +54,14 @@ class Table:
     """Rows of one measurement with the same settings, whose values can be compared.
 
     number: 1 for the first table of its measurement. published: values by length of each published
-    curve to show beside them.
+    curve to show beside them. ambiguous: names of several models in all tables of a page.
     """
 
     measurement: Measurement
     rows: list[dict]
     number: int = 1
     published: dict[str, dict[int, float | None]] = field(default_factory=dict)
+    ambiguous: frozenset[str] = frozenset()
 
     @property
     def settings(self) -> str:
@@ -81,16 +82,19 @@ class Table:
     def series(self) -> dict[str, list[dict]]:
         """The rows of each line of the table by its name, in order of length.
 
-        The name is the model and its RoPE setting, with path and dtype if two lines share it.
+        The name is the model and its RoPE setting, with path and dtype if two lines share it, or if
+        it is `ambiguous`.
         """
         lines: dict[tuple, list[dict]] = {}
         for row in self.rows:
             lines.setdefault((label(row), row["model_path"], row["dtype"]), []).append(row)
         count = Counter(name for name, _, _ in lines)
         return {
-            name if count[name] == 1 else f"{name} ({path}, {dtype})": sorted(
-                rows, key=lambda row: row["length"] or 0
-            )
+            (
+                f"{name} ({path}, {dtype})"
+                if count[name] > 1 or rows[0]["model"] in self.ambiguous
+                else name
+            ): sorted(rows, key=lambda row: row["length"] or 0)
             for (name, path, dtype), rows in lines.items()
         }
 
@@ -115,12 +119,12 @@ class Table:
         """A curve for each line that has points: its colour tells models apart, its dashes and
         markers RoPE settings.
         """
-        models = list(dict.fromkeys((row["model"], row["model_path"]) for row in self.rows))
+        models = list(dict.fromkeys(map(_identity, self.rows)))
         ropes = list(dict.fromkeys(["default", *(row["rope"] for row in self.rows)]))
         curves = []
         for name, some in points.items():
             row = self.longest[name]
-            color = models.index((row["model"], row["model_path"]))
+            color = models.index(_identity(row))
             key = Key(name, color, ropes.index(row["rope"]), marked=marked)
             curves.append(Curve(key, *map(list, zip(*some, strict=True))))
         return curves
@@ -148,8 +152,10 @@ class Table:
         for name, values in self.published.items():
             lines[f"paper: {name}"] = {n: show({"value": value}) for n, value in values.items()}
         lengths = sorted({*self.lengths, *(n for line in self.published.values() for n in line)})
-        muted = frozenset(range(len(self.series), len(lines)))
-        return grid_of("model", lines, {length: str(length) for length in lengths}, muted)
+        columns: dict[int | None, str] = {length: str(length) for length in lengths}
+        if any(row["length"] is None for row in self.rows):
+            columns[None] = "value"
+        return grid_of("model", lines, columns, frozenset(range(len(self.series), len(lines))))
 
     def missing(self) -> list[Part]:
         """Why rows have no value."""
@@ -193,6 +199,10 @@ class Table:
         """The lines of a raw table for every line of the table, at its longest length."""
         found = {line: self.read_raw(row, name) for line, row in self.longest.items()}
         return {line: some for line, some in found.items() if some}
+
+
+def _identity(row: dict) -> tuple:
+    return row["model"], row["model_path"], row["dtype"]
 
 
 def text_settings(row: dict) -> str:

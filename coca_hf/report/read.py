@@ -1,6 +1,7 @@
 """The rows of several runs as tables of rows whose values can be compared."""
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -53,8 +54,11 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
     for measured, row in found.items():
         if measured not in answered or row["date"] > answered[measured]:
             tables.setdefault(_table_of(row), []).append(row)
+    model_paths = {(row["model"], row["model_path"]) for row in found.values()}
+    count = Counter(model for model, _ in model_paths)
+    ambiguous = frozenset(model for model in count if count[model] > 1)
     return [
-        Table(measurement, of_table, number)
+        Table(measurement, of_table, number, ambiguous=ambiguous)
         for task, measurement in MEASUREMENTS.items()
         for number, of_table in enumerate(
             (rows for (task_of, _), rows in tables.items() if task_of == task), 1

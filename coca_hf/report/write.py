@@ -120,7 +120,7 @@ def _models(tables: Sequence[Table]) -> Section:
     rows = [row for table in tables for row in table.rows]
     found = {(row["model"], row["model_path"], row["dtype"]): row for row in rows}
     lines = []
-    for (name, _, dtype), row in found.items():
+    for (name, path, dtype), row in found.items():
         constraint, kept = row["coca_constraint"], row.get("coca_kept_layers")
         attention = f"CoCA, {constraint}" if constraint else row.get("model_type") or ""
         attention += f", layers kept: {len(kept)}" if kept else ""
@@ -134,7 +134,8 @@ def _models(tables: Sequence[Table]) -> Section:
         attention += f", log scale {log_scale:g}" if log_scale else ""
         seen = f"{row['tokens_seen']:,}" if row["tokens_seen"] is not None else ""
         length = last_trained_length(row)
-        lines.append([name, attention, dtype, f"{length:,}" if length else "", seen])
+        which = f"{name} ({path})" if name in tables[0].ambiguous else name
+        lines.append([which, attention, dtype, f"{length:,}" if length else "", seen])
     header = ["model", "attention", "dtype", "trained length", "tokens seen"]
     notices = [*_little_training(rows), *not_together(tables)]
     grid = Grid(header, lines, numbers_from=3)

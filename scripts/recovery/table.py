@@ -36,16 +36,16 @@ def shown(values: list[float] | None, original: float | None = None) -> str:
 
 
 for table in read_tables([out / "rows"]):
-    for row in table.rows:
+    for row in (row for row in table.rows if row["value"] is not None):
         source = "novels" if "books-test" in (row.get("data") or "") else "Shakespeare"
         if row["task"] in ("perplexity", "position-loss"):
             note(row, f"perplexity, {source}, {row['length']}", row["value"])
         elif row["task"] == "copying":
             copied = "passage read again" if row.get("data") else "second copy"
-            note(row, f"{copied}, nats", row["value"])
+            note(row, f"{copied}, {row['length']}, nats", row["value"])
         elif row["task"] == "attention-maps":
-            note(row, "attention, nats", row["value"])
-            note(row, "mass on first token", row["sink"])
+            note(row, f"attention, {row['length']}, nats", row["value"])
+            note(row, f"mass on first token, {row['length']}", row["sink"])
             for head in table.read_raw(row, "heads") or []:
                 looks_back = 1 if head["baseline_previous"] > 0.5 else 2
                 kind = KINDS[0 if head["baseline_sink"] > 0.5 else looks_back]

@@ -149,6 +149,17 @@ def drop_layer(directory):
     save_file(kept, directory / "model.safetensors")
 
 
+def add_copy(name):
+    """Adds a tensor of this name, with the numbers of a key projection."""
+
+    def add(directory):
+        weights = load_file(directory / "model.safetensors")
+        weights[name] = weights["model.layers.0.self_attn.t_proj.weight"].clone()
+        save_file(weights, directory / "model.safetensors")
+
+    return add
+
+
 WORDS = {"rope_type": "default", "rope_theta": 1e4, "original_max_position_embeddings": "x"}
 DAMAGE = {
     "no config": (lambda d: (d / "config.json").unlink(), "config.json: no such file"),
@@ -160,6 +171,14 @@ DAMAGE = {
         "config.json: got a length of 'x', expected a whole number",
     ),
     "CoCA weights under clip": (change_config(model_type="clip"), "that are understood, expected"),
+    "a vision tower": (
+        add_copy("vision.layers.0.attention.k_proj.weight"),
+        r"got the layers of model\.layers and of vision\.layers, expected the plain weights of one",
+    ),
+    "bitsandbytes": (
+        add_copy("model.layers.0.self_attn.q_proj.weight.quant_state.bitsandbytes__nf4"),
+        "got weights that bitsandbytes has packed, expected the plain weights of one decoder",
+    ),
     "truncated": (lambda d: (d / "model.safetensors").write_bytes(b"\1"), "truncated or corrupted"),
     "a layer less": (
         drop_layer,

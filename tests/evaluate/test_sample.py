@@ -1,10 +1,13 @@
+import copy
 import itertools
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 
 from coca_hf.errors import CocaError
@@ -24,6 +27,18 @@ def test_without_a_number_every_document_is_there_in_order(llama, many):
     assert sample.names == [f"{number:02}.txt" for number in range(30)]
     assert [len(ids) for ids in sample.token_ids] == list(range(50, 80))
     assert llama.tokenizer.decode(sample.token_ids[7]).startswith("07 xxx")
+
+
+def test_what_a_tokenizer_puts_after_a_text_is_no_text(llama, many):
+    plain = draw_sample(llama, many, 10)
+    tokenizer = copy.deepcopy(llama.tokenizer)
+    specials = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=specials
+    )
+    around = draw_sample(replace(llama, tokenizer=tokenizer), many, 10)
+    for ids, own in zip(around.token_ids, plain.token_ids, strict=True):
+        assert ids.tolist() == [specials[0][1], *own.tolist()]
 
 
 def test_a_drawn_sample_is_the_same_for_the_same_seed_only(llama, many):

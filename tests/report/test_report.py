@@ -242,6 +242,8 @@ def test_a_heat_map_with_a_single_share_is_a_sentence(page):
     assert "(passkey-depth-of-1.png)" in made
     assert "Where llama" not in made
     assert "passkey-inside" not in made  # none lies beyond the trained length
+    lost = row("llama", length=8192, value=None, task="passkey", error="OOM: too long")
+    assert "Where llama finds the passkey" in page((llama, "cases", missed), lost)
 
 
 def test_the_band_is_from_the_tenth_to_the_ninetieth_percentile_of_documents(figures):
@@ -375,6 +377,22 @@ def test_models_of_one_name_are_told_apart_by_path_and_dtype(run):
     first, second = "llama (/models/llama, float32)", "llama (/elsewhere/llama, bfloat16)"
     values = {name: rows[0]["value"] for name, rows in table.series.items()}
     assert values == {first: 8.0, second: 9.0}
+
+
+def test_benchmarks_of_two_models_of_one_name_stay_apart(page):
+    task = {"task": "tasks", "length": None}
+    path = "/elsewhere/llama"
+    made = page(row(value=0.4, **task), row(value=0.9, **task, benchmark="piqa", model_path=path))
+    first, second = "llama (/models/llama, float32)", "llama (/elsewhere/llama, float32)"
+    assert f"| {first} | {second} |" in made.replace("\\", "")
+    assert "| 0.400" in made
+    assert "|  | 0.900" in made
+    assert "| llama (/models/llama) | llama | float32" in made.replace("\\", "")
+
+
+def test_benchmarks_have_their_values_in_a_card(run):
+    task = {"task": "tasks", "length": None}
+    assert "0.612" in tables_markdown(read_tables([run(row(value=0.6123, **task))]))
 
 
 def test_documents_that_were_left_out_are_named_beside_those_measured(page):
