@@ -189,8 +189,8 @@ def convert_checkpoint(
         if records:  # the card is made from them when all weights are written
             problem = "its records are not what coca-convert and coca-train write; restore them"
             with library_errors(f"{source.directory}: {problem}"):
-                record = _record(layout, [], None, None, base, records)
-                make_card(record, records.get(TRAINING_RECORD, {}))
+                made = _record(layout, [], None, None, base, records)
+                make_card(made, records.get(TRAINING_RECORD, {}))
         preflight.check_kept_number(ranked, layout)
         calibration = None
         if calibrate_on is not None:

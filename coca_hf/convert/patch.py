@@ -140,11 +140,8 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
             "keep_original=True); load the original again"
         )
     *original, parts = model.__dict__[ORIGINAL]
-    is_replaced, training, vocab_size = (
-        _parts(model) != parts,
-        model.training,
-        model.config.vocab_size,
-    )
+    is_replaced = _parts(model) != parts
+    training, vocab_size = model.training, model.config.vocab_size
     head = getattr(model.get_output_embeddings(), "weight", None)  # classifiers have none
     coca = type(model), model.__dict__
     model.__class__, model.__dict__ = original

@@ -153,7 +153,7 @@ class CocaConfig(PreTrainedConfig):
     def to_dict(self) -> dict[str, Any]:
         """As transformers', without what follows from `coca_kept_window`."""
         fields = super().to_dict()
-        fields.pop("_made_for_window")
+        fields.pop("_made_for_window", None)
         if self.coca_kept_window is not None:
             for name in ("layer_types", "sliding_window"):
                 fields.pop(name, None)
