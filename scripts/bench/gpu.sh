@@ -73,7 +73,7 @@ part4() {
     bench 240 calibrate-memory calibrate_memory
     bench 120 train-stages train --lengths 2048 --batch 8 --checkpointing --train t qkv all --repeats 5
     if [[ -f $out/train-stages.json ]]; then
-        run 30 python3 scripts/bench/projection.py "$out/train-stages.json"
+        run 30 bash -c 'python3 scripts/bench/projection.py "$0/train-stages.json" > "$0/projection.md"' "$out"
     fi
 }
 

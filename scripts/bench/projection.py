@@ -1,8 +1,8 @@
 """Project the paper's fine-tune of LLaMA-7B (three stages, 32 GPUs) from a training step measured
 on one GPU.
 
-    python scripts/bench/train.py --batch 8 --checkpointing --train t qkv all --out docs/results/train-stages.json
-    python scripts/bench/projection.py docs/results/train-stages.json > docs/projection.md
+    python scripts/bench/train.py --batch 8 --checkpointing --train t qkv all --out docs/results/h200/train-stages.json
+    python scripts/bench/projection.py docs/results/h200/train-stages.json > docs/results/h200/projection.md
 
 The seconds that a layer adds to a step are measured from two depths, and so is the rest (embedding,
 head, loss). The assumptions are printed with the result.
@@ -50,8 +50,9 @@ def page(result: dict, network: float, overlap: float) -> str:
     lines = [
         "# The 7B three-stage run on 32 GPUs, projected",
         "",
-        f"From one {result['hardware'].get('gpu', 'CPU')} (`{result['command']}`, {result['date'][:10]}), by",
-        "`scripts/bench/projection.py`.",
+        f"From one {result['hardware'].get('gpu', 'CPU')}, {result['date'][:10]}, by `scripts/bench/projection.py`:",
+        "",
+        f"    {result['command']}",
         "",
         "| stage | learns | s a step, work | s a step, communication | hours | GPU hours |",
         "|---|---|---:|---:|---:|---:|",
@@ -79,11 +80,11 @@ def page(result: dict, network: float, overlap: float) -> str:
         "",
         f"In all {total:.1f} hours, {GPUS * total:,.0f} GPU hours. Assumed:",
         "",
-        f"- a step of {by_stage['all']['batch']} blocks of {by_stage['all']['length']} tokens a GPU; {STEPS:,} steps a",
-        f"  stage, {GPUS} GPUs (the paper's recipe);",
+        f"- {GPUS} GPUs, {STEPS:,} steps a stage of {by_stage['all']['batch']} blocks of {by_stage['all']['length']:,} "
+        "tokens a GPU (the paper's recipe);",
         f"- every one of {LAYERS} layers takes what the measured ones add, and the rest does not change with depth;",
-        f"- FSDP2 gathers all weights in bf16 twice a step, at {network:g} GB/s a GPU, and {overlap:.0%} of what can",
-        "  hide behind work does;",
+        f"- FSDP2 gathers all weights in bf16 twice a step, at {network:g} GB/s a GPU, and {overlap:.0%} of what "
+        "can hide behind work does;",
         "- the optimizer's step is counted as measured, though 32 GPUs share it: the projection is that much too long;",
         "- no time for data, evaluation, checkpoints or failures.",
     ]
