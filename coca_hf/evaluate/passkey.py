@@ -223,26 +223,22 @@ def answers(
     # generate() takes settings that are not set from the checkpoint: sampling, penalties
     model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad)
 
-    def compute(batch: list[Case]) -> list[tuple[list[int], bool]]:
+    def compute(batch: list[Case]) -> list[list[int]]:
         longest = max(len(case.token_ids) for case in batch)
         padding = [longest - len(case.token_ids) for case in batch]
         ids = [[pad] * n + case.token_ids for n, case in zip(padding, batch, strict=True)]
         mask = [[0] * n + [1] * (longest - n) for n in padding]
-        watch_nan = _NanWatch()
         output = model.generate(
             input_ids=torch.tensor(ids).to(model.device),
             attention_mask=torch.tensor(mask).to(model.device),
             max_new_tokens=new_tokens,
             do_sample=False,
-            logits_processor=[watch_nan],
+            logits_processor=[_NoNan()],
         )
-        return [(ids, watch_nan.saw_nan) for ids in output[:, longest:].tolist()]
+        return output[:, longest:].tolist()
 
     longest = max(len(case.token_ids) for case in cases)
-    results = batches.compute([(cases, longest + new_tokens)], compute)
-    if any(saw_nan for _, saw_nan in results):
-        raise NoValue(NAN)
-    return [ids for ids, _ in results]
+    return batches.compute([(cases, longest + new_tokens)], compute)
 
 
 def count_by_distance(lines: list[dict], trained: int | None) -> dict[str, int]:
@@ -258,17 +254,16 @@ def count_by_distance(lines: list[dict], trained: int | None) -> dict[str, int]:
     }
 
 
-class _NanWatch(LogitsProcessor):
-    saw_nan = False
-
+class _NoNan(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.saw_nan = self.saw_nan or bool(scores.isnan().any())
+        if scores.isnan().any():
+            raise NoValue(NAN)
         return scores
 
 
 # The page: against length, where in the prompt, and how far from its end (figures 4 and 5)
 
-Columns = dict[str, dict[int, list[dict]]]  # cases by line of the table and column
+Columns = dict[str, dict[Any, list[dict]]]  # cases by line of the table and column
 GRID = "; as asked for, which short prompts meet as nearly as their filler allows"
 FIFTHS = [f"{20 * fifth}-{20 * fifth + 20}%" for fifth in range(5)]
 
@@ -304,7 +299,7 @@ def _parts(tables: list[Table]) -> list[Part]:
     return parts
 
 
-def _by_column(cases: list[dict], column: Callable[[dict], int]) -> Columns:
+def _by_column(cases: list[dict], column: Callable[[dict], Any]) -> Columns:
     found: Columns = {}
     for case in cases:
         found.setdefault(case["line"], {}).setdefault(column(case), []).append(case)
@@ -327,14 +322,9 @@ def _heat_maps(table: Table, cases: list[dict]) -> Iterator[Part]:
         points = sorted(set(map(line_of, cases)))
         depths = {point: f"{100 * point / max(grid - 1, 1):.0f}%" for point in points}
     same, panel = [], 0
-    for name, by_depth in _by_column(cases, line_of).items():
+    for name, cells in _by_column(cases, lambda case: (line_of(case), case["length"])).items():
         shares = [
-            [
-                share_correct(
-                    [case for case in by_depth.get(depth, []) if case["length"] == length]
-                )
-                for length in table.lengths
-            ]
+            [share_correct(cells.get((depth, length), [])) for length in table.lengths]
             for depth in depths
         ]
         of_lengths = [{*column} - {None} for column in zip(*shares, strict=True)]

@@ -250,26 +250,25 @@ def _texts_in(tree: Any) -> Iterator[str]:
 
 
 @contextmanager
-def _watching(loaded: LoadedModel, benchmark: str) -> Iterator[list[bool]]:
-    """Whether each forward inside had a NaN among its logits.
-
-    Raises CocaError, in the forward, for token ids without an embedding.
+def _checking(loaded: LoadedModel, benchmark: str) -> Iterator[None]:
+    """In every forward inside, raise NoValue for a NaN among its logits, which lm-eval would count
+    as an answer, and CocaError for token ids without an embedding.
     """
-    nans: list[bool] = []
 
-    def note_nan(_: Any, __: Any, output: Any) -> None:
-        nans.append(bool(output.logits.isnan().any()))
+    def check_logits(_: Any, __: Any, output: Any) -> None:
+        if output.logits.isnan().any():
+            raise NoValue("the model's logits are NaN")
 
     def check_ids(_: Any, given: Any) -> None:
         check_vocabulary(loaded, given[0], f"--tasks {benchmark}")
 
     embeddings = loaded.model.get_input_embeddings()
     hooks = [
-        loaded.model.register_forward_hook(note_nan),
+        loaded.model.register_forward_hook(check_logits),
         embeddings.register_forward_pre_hook(check_ids),
     ]
     try:
-        yield nans
+        yield
     finally:
         for hook in hooks:
             hook.remove()
@@ -300,20 +299,17 @@ def _evaluate(
         order = sorted(range(len(texts)), key=lambda i: (-len(texts[i]), texts[i], i))
         contexts = [list(same) for _, same in itertools.groupby(order, key=lambda i: texts[i])]
 
-        def compute(batch: list[list[int]]) -> list[tuple[list[Any], bool]]:
+        def compute(batch: list[list[int]]) -> list[list[Any]]:
             # lm-eval cuts a long text into windows, and batches these itself
             model.batch_size_per_gpu = len(batch)
-            with _watching(loaded, settings["benchmark"]) as nans:
+            with _checking(loaded, settings["benchmark"]):
                 found = iter(
                     answer([requests[i] for same in batch for i in same], disable_tqdm=True)
                 )
-            return [(list(itertools.islice(found, len(same))), any(nans)) for same in batch]
+            return [list(itertools.islice(found, len(same))) for same in batch]
 
         answers = batches.compute([(contexts, max(map(tokens, requests)))], compute)
-        if any(nan for _, nan in answers):  # lm-eval would count them as answers
-            raise NoValue("the model's logits are NaN")
-        found = itertools.chain.from_iterable(some for some, _ in answers)
-        by_request = dict(zip(order, found, strict=True))
+        by_request = dict(zip(order, itertools.chain.from_iterable(answers), strict=True))
         return [by_request[i] for i in range(len(requests))]
 
     for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
