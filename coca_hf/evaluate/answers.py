@@ -164,7 +164,7 @@ def case_lines(
     cases: list[Case], outputs: list[str], correct: list[bool], nlls: list[float]
 ) -> list[dict]:
     """The raw table `cases`, with a line for each. nlls: in nats; empty if nothing was scored."""
-    lines: list[dict] = [
+    return [
         {
             "case": number,
             "key": case.key,
@@ -175,12 +175,10 @@ def case_lines(
             "answer_tokens": len(case.answer_ids),
             "output": output,
             "correct": found,
+            **({"nll": nlls[number]} if nlls else {}),
         }
         for number, (case, output, found) in enumerate(zip(cases, outputs, correct, strict=True))
     ]
-    for line, nll in zip(lines, nlls, strict=False):
-        line["nll"] = nll
-    return lines
 
 
 def share_correct(lines: list[dict]) -> float | None:

@@ -76,9 +76,7 @@ def copying_rows(
             for w, (first, second) in zip(windows, sums, strict=True)
         ]
         tokens = tokens_of(lines)
-        first, second = (
-            math.fsum(line[f"nll_{which}"] for line in lines) for which in ("first", "second")
-        )
+        first, second = map(math.fsum, zip(*sums, strict=True))
         check_loss(first + second)
         results = {"value": second / tokens, "nll_first": first / tokens}
         return results | {"tokens": tokens}, {"copies": lines}

@@ -149,10 +149,8 @@ def _harms(sums: Tensor) -> tuple[list[dict], dict[str, Any]]:
 def _numbers(of_model: Tensor) -> dict[str, float]:
     """The `MEASURES` of a model from its means over tokens, (texts, nll and divergence)."""
     losses, divergences = of_model.T.tolist()
-    perplexity = math.exp(min(losses[0], 700))
-    return {"divergence": sum(divergences) / len(divergences), "perplexity": perplexity} | dict(
-        zip(TEXTS[1:], losses[1:], strict=True)
-    )
+    numbers = [sum(divergences) / len(divergences), math.exp(min(losses[0], 700)), *losses[1:]]
+    return dict(zip(MEASURES, numbers, strict=True))
 
 
 @torch.inference_mode()

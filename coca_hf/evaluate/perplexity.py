@@ -116,10 +116,10 @@ class Window(NamedTuple):
 
 class Variant(NamedTuple):
     """windows: from the lengths of documents, the window's length, the stride and the prefix.
-    perplexity: from the windows' sums of nats and their scored tokens. stride: by default."""
+    perplexity: from the lines of the raw table. stride: by default."""
 
     windows: Callable[[list[int], int, int, list[int]], list[Window]]
-    perplexity: Callable[[list[float], list[int]], float]
+    perplexity: Callable[[list[dict]], float]
     stride: int
     special_tokens: bool = False  # whether documents are tokenized with the tokenizer's
     begins: bool = False  # whether every window begins with the token for the beginning
@@ -172,16 +172,16 @@ def _longlora(doc_lens: list[int], length: int, stride: int, prefix: list[int]) 
     return [Window(0, start, length - 1, length - 1) for start in starts]
 
 
-def _token_mean(nlls: list[float], tokens: list[int]) -> float:
-    return math.exp(math.fsum(nlls) / sum(tokens))
+def _token_mean(lines: list[dict]) -> float:
+    return math.exp(math.fsum(line["nll"] for line in lines) / tokens_of(lines))
 
 
-def _window_mean(nlls: list[float], tokens: list[int]) -> float:
-    return math.exp(math.fsum(nll / n for nll, n in zip(nlls, tokens, strict=True)) / len(nlls))
+def _window_mean(lines: list[dict]) -> float:
+    return math.exp(math.fsum(line["nll"] / line["tokens"] for line in lines) / len(lines))
 
 
-def _window_mean_longlora(nlls: list[float], tokens: list[int]) -> float:
-    return 2.71828 ** math.log(_window_mean(nlls, tokens))
+def _window_mean_longlora(lines: list[dict]) -> float:
+    return 2.71828 ** math.log(_window_mean(lines))
 
 
 VARIANTS = {
@@ -252,9 +252,7 @@ def value_of(variant: Variant, lines: list[dict]) -> dict:
         error = f"the model's loss is {total}"
     else:
         try:
-            value = variant.perplexity(
-                [line["nll"] for line in lines], [line["tokens"] for line in lines]
-            )
+            value = variant.perplexity(lines)
         except OverflowError:
             error = "the perplexity is beyond a float64"
     nll = nats_per_token(lines) if value is not None else None
