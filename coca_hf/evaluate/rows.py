@@ -156,12 +156,8 @@ PACKAGES = (
     *("coca-hf", "torch", "transformers", "tokenizers", "accelerate", "datasets"),
     *("numpy", "pyarrow"),
 )
-
-
-OF_COCA = (  # fields of a CoCA model's config
-    *("coca_constraint", "coca_kept_layers", "coca_kept_window", "coca_content_pairs"),
-    *("coca_content_layers", "coca_log_scale"),
-)
+# Fields of a CoCA model's config
+OF_COCA = [name for name in Row.__annotations__ if name.startswith("coca_")]
 
 
 class RowStore:
