@@ -5,7 +5,7 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -245,48 +245,42 @@ def convert_command(
 
 
 def _layers_to_keep(text: str) -> list[int] | int | str:
-    """As `_chosen`, or of `6:OUT` the six layers that `coca-eval layers --out OUT` ranks first.
-
-    Raises BadOption for anything else.
-    """
+    """As `_chosen`, or of `6:OUT` the six layers that `coca-eval layers --out OUT` ranks first."""
     if ranked := re.fullmatch(r"(\d{1,9}):(.*)", text):
         return _harmed_most(int(ranked[1]), Path(ranked[2]))
-    if (chosen := _chosen(text)) is not None:
-        return chosen
-    raise BadOption(
-        f"--keep-layers: got {text!r}, expected layers by number, from 0, as in 8,17,18 (one layer: "
-        "'8,'); with --calibrate how many, as in 6, or auto; or 6:OUT, the six that coca-eval layers "
-        "--out OUT ranks first"
+    expected = (
+        "layers by number, from 0, as in 8,17,18 (one layer: '8,'); with --calibrate how many, as "
+        "in 6, or auto; or 6:OUT, the six that coca-eval layers --out OUT ranks first"
     )
+    return _chosen("--keep-layers", text, list | int | str, expected)
 
 
 def _content_layers(text: str) -> list[int] | str:
-    if isinstance(chosen := _chosen(text), list | str):
-        return chosen
-    raise BadOption(
-        f"--content-layers: got {text!r}, expected layers by number, from 0, as in 17,18 (one layer: "
-        "'17,'), or auto with --calibrate"
-    )
+    expected = "layers by number, from 0, as in 17,18 (one layer: '17,'), or auto with --calibrate"
+    return _chosen("--content-layers", text, list | str, expected)
 
 
 def _content_pairs(text: str) -> int | str:
-    if isinstance(chosen := _chosen(text), int | str):
-        return chosen
-    raise BadOption(
-        f"--content-pairs: got {text!r}, expected how many of a head's pairs, as in 12, or auto"
-    )
+    expected = "how many of a head's pairs, as in 12, or auto"
+    return _chosen("--content-pairs", text, int | str, expected)
 
 
-def _chosen(text: str) -> list[int] | int | str | None:
-    """`auto` as it is, the number `6`, or the layers of `8,17,18`; None for anything else."""
-    if text == "auto":
-        return text
-    if re.fullmatch(r"\d{1,9}", text):
-        return int(text)
+def _chosen(option: str, text: str, kinds: Any, expected: str) -> Any:
+    """`auto` as it is, the number `6`, or the layers of `8,17,18`, if that is of the type `kinds`.
+
+    Raises BadOption for anything else.
+    """
+    chosen: Any = None
     number = r"\s*\d{1,9}\s*"
-    if re.fullmatch(rf"({number},)+({number})?", text):
-        return [int(found) for found in re.findall(r"\d+", text)]
-    return None
+    if text == "auto":
+        chosen = text
+    elif re.fullmatch(r"\d{1,9}", text):
+        chosen = int(text)
+    elif re.fullmatch(rf"({number},)+({number})?", text):
+        chosen = [int(found) for found in re.findall(r"\d+", text)]
+    if not isinstance(chosen, kinds):
+        raise BadOption(f"{option}: got {text!r}, expected {expected}")
+    return chosen
 
 
 def _harmed_most(count: int, out: Path) -> list[int]:
