@@ -57,31 +57,26 @@ def run(module: str, extra: str) -> None:
         _refuse_empty_words()
         sys.exit(import_module(module).app(standalone_mode=False) or 0)
     except BadOption as error:
-        # Without any argument, typer has already printed the help
-        if message := _of_option(error):
-            console.print(f"error: {message}", style="red")
-        sys.exit(2)
+        message = _of_option(error)
     except ValueError as error:
         from coca_hf.errors import CocaError
 
         if not isinstance(error, CocaError):
             raise
-        console.print(f"error: {error}", style="red")
-        sys.exit(2)
+        message = str(error)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         extras = _extras_with(package)
         if not extras:
             raise
-        console.print(
-            f"error: this needs {package}, which is not installed: "
-            f"pip install 'coca-hf[{extra if extra in extras else extras[0]}]'",
-            style="red",
-        )
-        sys.exit(2)
+        which = extra if extra in extras else extras[0]
+        message = f"this needs {package}, which is not installed: pip install 'coca-hf[{which}]'"
     finally:
         # Otherwise the collector goes through all imports once more, and exiting takes a second
         gc.freeze()
+    if message:  # without any argument, typer has already printed the help
+        console.print(f"error: {message}", style="red")
+    sys.exit(2)
 
 
 def _refuse_empty_words() -> None:

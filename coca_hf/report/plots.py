@@ -49,8 +49,7 @@ def draw(drawing: Plot | Heat, width: float, height: float, legend: bool) -> Fig
 
     A heat map has a number in every cell, or a scale where cells are many.
     """
-    is_heat = isinstance(drawing, Heat)
-    with matplotlib.rc_context(STYLE | ({"axes.grid": False} if is_heat else {})):
+    with matplotlib.rc_context(STYLE | {"axes.grid": isinstance(drawing, Plot)}):
         figure = Figure(
             figsize=(width, height),
             layout="constrained",
