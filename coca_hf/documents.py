@@ -34,34 +34,19 @@ def read_documents(
     subset: str | None = None,
     revision: str | None = None,
     skip_empty: bool = False,
+    keep_empty: bool = False,
 ) -> Iterator[Document]:
     """Yield the documents of `source` in order, one at a time.
 
     source: a file, a directory or a glob of .txt (a file is a document), .jsonl, .json, .parquet or
     .arrow (a row is a document, its text in `column`), .txt and .jsonl also as .gz and .zst;
     otherwise the id of a data set on the hub, whose `split` (and `subset`, `revision`) is streamed.
-    With `skip_empty`, rows whose text is null or blank are left out.
+    With `skip_empty`, rows whose text is null or blank are left out; with `keep_empty`, they are
+    documents with the text "".
 
     Raises CocaError, with the file's path and the row, if there is nothing to read, a file is
     binary or damaged, a column is missing, or a text is empty, of another type or not UTF-8.
     """
-    for document in read_all_documents(source, column, split, subset, revision):
-        if document.text:
-            yield document
-        elif not skip_empty:
-            raise CocaError(
-                f"{document.where}: got an empty document, expected text; remove it from the source"
-            )
-
-
-def read_all_documents(
-    source: str,
-    column: str = "text",
-    split: str = "train",
-    subset: str | None = None,
-    revision: str | None = None,
-) -> Iterator[Document]:
-    """As `read_documents`, but a document whose text is null or blank has the text ""."""
     files = local_files(source)
     rows: Iterator[tuple[str, str, Any]]
     if files:
@@ -76,7 +61,12 @@ def read_all_documents(
         )
     for name, where, text in rows:
         if text is None or (isinstance(text, str) and (not text or text.isspace())):
-            yield Document(name, "", where)
+            if keep_empty:
+                yield Document(name, "", where)
+            elif not skip_empty:
+                raise CocaError(
+                    f"{where}: got an empty document, expected text; remove it from the source"
+                )
             continue
         if not isinstance(text, str):
             kind = type(text).__name__

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from coca_hf.documents import Document, check_text_options, commit_of, read_all_documents
+from coca_hf.documents import Document, check_text_options, commit_of, read_documents
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.loaded_model import LoadedModel, check_choice, check_vocabulary
 from coca_hf.evaluate.rows import relative
@@ -124,7 +124,7 @@ def draw_sample(
         return torch.tensor(ids[: len(ids) - num_after][:max_tokens], dtype=torch.long)
 
     def candidates() -> Iterator[tuple[Document, Tensor | None]]:
-        for document in read_all_documents(data, column, split, subset, commit):
+        for document in read_documents(data, column, split, subset, commit, keep_empty=True):
             if len(document.text.encode()) < min_bytes:
                 sample.left_out += 1
                 continue
