@@ -134,14 +134,12 @@ def _of_document(
 
     The first axis of every array is the layer.
     """
-    m, n = positions
+    m, n = (of_pairs.to(model.device) for of_pairs in positions)
     layers: dict[int, dict[str, Tensor]] = {}
 
     def visit(layer: int, products: Products) -> None:
-        h, g = products(m.to(model.device), n.to(model.device))
-        layers[layer] = count_angles(h, theta, (m - n).to(model.device)) | decay_sums(
-            h, theta, distances
-        )
+        h, g = products(m, n)
+        layers[layer] = count_angles(h, theta, m - n) | decay_sums(h, theta, distances)
         layers[layer]["magnitude_absolute"] = g.abs().double().sum(1)
 
     with visiting_products(model, theta, visit), torch.inference_mode():
