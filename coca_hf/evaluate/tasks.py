@@ -130,7 +130,7 @@ def task_rows(
 
     Raises CocaError if a benchmark cannot be run: its data or a package that it needs are missing.
     """
-    of_ruler = [name for name in names if name in ruler_tasks()] if names else []
+    of_ruler = [name for name in names if name in ruler_tasks()]
     if of_ruler and not run.lengths:
         expected = "the lengths at which to run a task of RULER"
         raise CocaError(f"--tasks {of_ruler[0]}: got no --ruler, expected {expected}")
