@@ -1,7 +1,6 @@
 """`coca-convert SRC DST`."""
 
 import functools
-import json
 import re
 import shlex
 from pathlib import Path
@@ -285,9 +284,10 @@ def _chosen(option: str, text: str, kinds: Any, expected: str) -> Any:
 
 def _harmed_most(count: int, out: Path) -> list[int]:
     """The first `count` layers of the last ranking in `out`, which must be of one model."""
+    from coca_hf.evaluate.rows import read_rows
+
     try:
-        lines = (out / "rows.jsonl").read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines]
+        rows = read_rows(out / "rows.jsonl")
         rankings = [row for row in rows if row["task"] == "layers" and "order" in row]
         models, baseline = sorted({row["model"] for row in rankings}), rankings[-1]["baseline"]
         order = [int(layer) for layer in rankings[-1]["order"]]

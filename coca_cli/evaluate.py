@@ -486,15 +486,18 @@ def card_command(
     rows: Annotated[list[Path] | None, typer.Option(help=ROWS)] = None,
     base_model: Annotated[str | None, typer.Option(help=BASE_MODEL)] = None,
 ) -> None:
-    """Rewrite the model card, MODEL/README.md, from the records in MODEL and the rows."""
-    from coca_hf.card import check_unedited, write_card
+    """Rewrite the model card, MODEL/README.md, from the records in MODEL and the rows. Without rows,
+    or a base model, it keeps those that the command wrote before.
+    """
+    from coca_hf.card import check_unedited, measured_before, write_card
     from coca_hf.evaluate.loaded_model import fingerprint
     from coca_hf.report import not_together, read_tables, tables_markdown
 
     check_unedited(model)
     tables = read_tables(rows) if rows else []
-    measured = tables_markdown(tables) if tables else None
-    path = write_card(model, measured=measured, base_model=base_model)
+    measured, base = measured_before(model)
+    measured = tables_markdown(tables) if tables else measured
+    path = write_card(model, measured=measured, base_model=base_model or base)
     for notice in not_together(tables):
         warn(notice)
     own = {fingerprint(str(model), None, own_code) for own_code in (False, True)}

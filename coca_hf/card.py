@@ -17,6 +17,7 @@ from coca_hf.weights import checkpoint_file, open_regular, read_json
 # fields from the card of the base model
 CARRIED_OVER = ("license", "license_name", "license_link", "language")
 MARK = "<!-- written by coca_hf from conversion.json and training.json -->"
+NOT_MEASURED = "Not measured yet."
 FRONT_MATTER_BYTES = 100_000
 PIPELINES = {
     "CausalLM": "text-generation",
@@ -128,6 +129,16 @@ def check_unedited(directory: Path) -> None:
         )
 
 
+def measured_before(directory: Path) -> tuple[str | None, str | None]:
+    """What an earlier `coca-eval card` wrote into README.md: the measured tables, and the base."""
+    path = directory / CARD
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    found = re.search(r"\n## Measured\n\n(.*)\n\n## Versions\n", text, re.DOTALL)
+    measured = found[1] if found and found[1] != NOT_MEASURED else None
+    base = _front_matter(directory).get("base_model")
+    return measured, base if isinstance(base, str) else None
+
+
 def _mark(text: str) -> str:
     """The mark of a card whose text has `MARK` in its place."""
     digest = xxhash.xxh3_64_hexdigest(text.encode("utf-8"))
@@ -162,7 +173,7 @@ def make_card(
         lead=_lead(conversion, stages, base_id or name),
         conversion=_conversion(conversion, base_id or name),
         training=_training(stages) if stages else "Not trained yet.",
-        measured=measured or "Not measured yet.",
+        measured=measured or NOT_MEASURED,
         versions="\n".join(
             f"- {step}: {', '.join(map(' '.join, record['versions'].items()))}"
             for step, record in (("conversion", conversion), ("training", training))

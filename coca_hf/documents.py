@@ -1,6 +1,8 @@
 """Documents from text, JSON lines, parquet and arrow files, and data sets on the hub."""
 
 import glob
+import gzip
+import io
 import itertools
 import json
 import os
@@ -17,6 +19,7 @@ SUFFIXES = (
     ".parquet",
     ".arrow",
 )
+ENCODING = "utf-8-sig"  # UTF-8, with or without a mark at the beginning
 
 
 class Document(NamedTuple):
@@ -184,7 +187,7 @@ def _read_file(file: Path, name: str, column: str) -> Iterator[tuple[str, str, A
     """Name, place and content of every row; errors name the row after the last good one."""
     readers: dict[str, Callable[[Path, str], Iterable[Any]]]
     readers = {"txt": _whole_text, "jsonl": _json_lines, "parquet": _parquet_rows}
-    readers |= {"json": _data_set_rows, "arrow": _data_set_rows}
+    readers |= {"json": _json_rows, "arrow": _arrow_rows}
     kind, number = _suffix(file).split(".")[1], 0
     try:
         for row in readers[kind](file, column):
@@ -203,34 +206,43 @@ def _read_file(file: Path, name: str, column: str) -> Iterator[tuple[str, str, A
 
 def _whole_text(file: Path, column: str) -> Iterator[dict[str, str]]:
     with _open(file) as stream:
-        yield {column: stream.read().decode("utf-8")}
+        yield {column: stream.read().decode(ENCODING)}
 
 
-def _open(file: Path):
-    """The file's bytes, decompressed by suffix. Raises CocaError without the decompressor."""
-    import fsspec
+def _open(file: Path) -> io.BufferedIOBase:
+    """The file's bytes, decompressed by suffix. One that was cut off is an error while it is read."""
+    if file.suffix == ".gz":
+        return gzip.open(file)
+    if file.suffix == ".zst":
+        from pyarrow import input_stream
 
-    compression = {".gz": "gzip", ".zst": "zstd"}.get(file.suffix)
-    try:
-        return fsspec.open(str(file), "rb", compression=compression).open()
-    except ValueError as error:
-        raise CocaError(
-            f"{file}: {file.suffix} needs a decompressor: pip install zstandard"
-        ) from error
+        return io.BufferedReader(input_stream(str(file), compression="zstd"))
+    return file.open("rb")
 
 
 def _json_lines(file: Path, column: str) -> Iterator[Any]:
     with _open(file) as stream:
         for line in stream:
             if line.strip():
-                yield json.loads(line.decode("utf-8"))
+                yield json.loads(line.decode(ENCODING))
 
 
-def _data_set_rows(file: Path, column: str) -> Iterator[Any]:
+def _json_rows(file: Path, column: str) -> Iterator[Any]:
+    """Of one array, or a line each. (`datasets` makes JSON of all texts if one is no text.)"""
+    with file.open(encoding=ENCODING) as stream:
+        is_array = next(filter(None, map(str.strip, stream)), "").startswith("[")
+        stream.seek(0)
+        if is_array:
+            yield from json.load(stream)
+            return
+    yield from _json_lines(file, column)
+
+
+def _arrow_rows(file: Path, column: str) -> Iterator[Any]:
     from datasets import load_dataset
 
-    kind, path = file.suffix.removeprefix("."), glob.escape(str(file))
-    yield from load_dataset(kind, data_files=path, split="train", streaming=True)
+    files = glob.escape(str(file))
+    yield from load_dataset("arrow", data_files=files, split="train", streaming=True)
 
 
 def _parquet_rows(file: Path, column: str) -> Iterator[dict[str, Any]]:

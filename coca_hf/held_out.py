@@ -102,11 +102,11 @@ def hold_out(
     passage = max(seq_len, math.ceil(needed / DOCUMENTS))
     chosen: list[tuple[int, Tensor]] = []  # with the documents' hashes
     count, below, taken = 0, rule.below, set[int]()
-    seen: dict[int, list[int]] = defaultdict(list)  # characters of a text's copies, by hash
+    held, characters = 0, 0
     for document in read():
         key = _hash(document.text)
-        if count < needed:
-            seen[key].append(len(document.text))
+        characters += len(document.text)
+        held += len(document.text) if key < rule.below else 0
         if key < below and key not in taken:
             taken.add(key)
             found = key, _passage(document.text, encoder, passage)
@@ -115,13 +115,16 @@ def hold_out(
             else:
                 chosen.append(found)
             count += len(found[1])
-            if count >= needed and not from_all:
-                break
             while count - len(chosen[-1][1]) >= needed:
                 count -= len(chosen.pop()[1])
                 below = chosen[-1][0]
-    if count >= needed:
+        if count >= needed and held <= MOST * characters and not from_all:
+            break
+    if count >= needed and held <= MOST * characters:
         return rule, _pack([tokens for _, tokens in chosen], seq_len, num_blocks)
+    seen: dict[int, list[int]] = defaultdict(list)  # characters of a text's copies, by hash
+    for document in read():
+        seen[_hash(document.text)].append(len(document.text))
     if not seen:
         return HeldOut(), torch.empty(0, seq_len, dtype=torch.int64)
     rule, passage = _rule_of_small(seen, needed, passage, tokens_per_character(read, encoder))
@@ -142,9 +145,10 @@ def most_held_out(read: Read, encoder: Encoder, tokens: int) -> HeldOut:
         copies = [characters for _, characters in group]
         spared += sum(copies)
         if spared > most:
+            below = min(below, key)
             break
         distinct += copies[0]
-        below = max(below, key + 1)
+        below = max(LARGE, key + 1)
     has_tail = sizes and distinct * tokens_per_character(read, encoder) < 1.1 * tokens
     return HeldOut(below, MOST if has_tail else 0.0)
 
@@ -185,9 +189,14 @@ def _rule_of_small(
 
 
 def tokens_per_character(read: Read, encoder: Encoder) -> float:
-    """Estimate from the first document, less a tenth: holding out too much is safer."""
-    text = next(iter(read())).text[:100_000]
-    return 0.9 * len(encoder.document(text)) / len(text)
+    """Estimate from the first 100,000 characters, less a tenth: holding out too much is safer."""
+    tokens, characters = 0, 0
+    for document in read():
+        text = document.text[: 100_000 - characters]
+        tokens, characters = tokens + len(encoder.document(text)), characters + len(text)
+        if characters == 100_000:
+            break
+    return 0.9 * tokens / characters
 
 
 def _passage(text: str, encoder: Encoder, most: int) -> Tensor:

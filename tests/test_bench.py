@@ -114,6 +114,15 @@ def test_the_floors_are_printed_beside_what_was_measured(tmp_path, bench, capsys
     assert "524,288 and 393,472: 0.7505x" in "\n".join(lines)
 
 
+@pytest.mark.parametrize(("error", "shown"), [("OOM", "out of memory"), (None, "not yet measured")])
+def test_a_ratio_is_out_of_memory_only_where_a_rival_was(tmp_path, bench, capsys, error, shown):
+    row = {"rival": "CoCA slack", "length": 8192, "over_llama": None, "error": error}
+    (tmp_path / "prefill.json").write_text(json.dumps({"rows": [row]}))
+    bench("floors --results", tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert next(line for line in lines if "prefill, 7B, 8k" in line).endswith(f"| {shown} |")
+
+
 def test_the_projection_adds_up_measured_layers(tmp_path, bench, capsys):
     shared = {"rival": "CoCA slack", "shape": "llama-7b", "layers": 6, "layer_seconds": 0.1}
     shared |= {"batch": 8, "length": 2048}
@@ -129,7 +138,10 @@ def test_the_projection_adds_up_measured_layers(tmp_path, bench, capsys):
     communication = 2 * (2 * 6470.1e6 + 268.4e6) * 31 / 32 / 40e9
     assert f"| {communication:.3f} |" in page
     file.write_text(json.dumps(result | {"rows": rows[:2]}))
-    with pytest.raises(SystemExit, match="no row of llama-7b that trains 'all'"):
+    with pytest.raises(SystemExit, match=r"got no row .* that trains 'all', expected"):
+        bench("projection", file)
+    file.write_text(json.dumps(result | {"rows": [row | {"batch": 1} for row in rows]}))
+    with pytest.raises(SystemExit, match=r"got \('llama-7b', 1, 2048\) .* that trains 't'"):
         bench("projection", file)
 
 

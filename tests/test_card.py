@@ -145,6 +145,9 @@ def test_the_card_command_adds_measured_tables_and_the_base(checkpoint, tmp_path
     assert "on cpu; torch 2.13.0" in card.text
     assert card.data.base_model == "owner/model"
     assert yaml.safe_load(card.content.split("---")[1])["base_model"] == "owner/model"
+    # what is not given again stays
+    assert CliRunner().invoke(evaluate_app, options[:2]).exit_code == 0
+    assert card_of(checkpoint).content == card.content
 
 
 def test_rows_of_another_model_or_of_earlier_weights_give_a_warning(checkpoint, tmp_path):

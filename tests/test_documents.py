@@ -1,5 +1,6 @@
 """What is read as documents, and what is said, with file and row, of what is none."""
 
+import functools
 import gzip
 import json
 import os
@@ -7,7 +8,6 @@ import re
 
 import pyarrow
 import pytest
-from fsspec.compression import available_compressions
 from pyarrow import parquet
 
 from coca_hf import CocaError
@@ -26,8 +26,9 @@ def table(rows: list) -> pyarrow.Table:
 
 def write(path, rows: list) -> None:
     """`rows` in the format that the name of `path` asks for."""
-    if ".jsonl" in path.name:
-        path.write_bytes(gzip.compress(lines(rows)) if path.suffix == ".gz" else lines(rows))
+    if ".jsonl" in path.name or ".txt" in path.name:
+        pack = {".gz": gzip.compress, ".zst": functools.partial(pyarrow.compress, codec="zstd")}
+        path.write_bytes(pack.get(path.suffix, bytes)(lines(rows)))
     elif path.name.endswith(".json"):
         path.write_text(json.dumps([{"text": row} for row in rows]))
     elif path.name.endswith(".parquet"):
@@ -38,7 +39,15 @@ def write(path, rows: list) -> None:
             writer.write_table(table(rows))
 
 
-FILES = ["a.jsonl", "a.jsonl.gz", "a[1].json", "a.parquet", "stream[1].arrow", "file.arrow"]
+FILES = [
+    "a.jsonl",
+    "a.jsonl.gz",
+    "a.jsonl.zst",
+    "a[1].json",
+    "a.parquet",
+    "stream[1].arrow",
+    "file.arrow",
+]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -181,13 +190,43 @@ def test_what_is_no_ordinary_file_is_refused_and_does_not_hang(tmp_path, make, g
         list(read_documents(str(tmp_path / given)))
 
 
-def test_zstandard_without_its_package_says_what_to_install(tmp_path):
-    if "zstd" in available_compressions():
-        pytest.skip("zstandard is installed")
-    (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
-    message = r"a\.jsonl\.zst: \.zst needs a decompressor: pip install zstandard"
-    with pytest.raises(CocaError, match=message):
-        list(read_documents(str(tmp_path / "a.jsonl.zst")))
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.txt.zst", "a.jsonl.gz", "a.txt.gz"])
+def test_a_compressed_file_that_was_cut_off_is_not_read_as_if_it_were_whole(tmp_path, name):
+    write(tmp_path / name, ROWS)
+    assert len(list(read_documents(str(tmp_path / name)))) == (1 if ".txt" in name else len(ROWS))
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(CocaError, match=rf"{re.escape(name)}: .*cannot be read as .*(EOF|OS)Error"):
+        list(read_documents(str(tmp_path / name)))
+
+
+def test_one_value_that_is_no_text_does_not_change_the_others(tmp_path):
+    """`datasets` would give all texts of the column as JSON, quotes included."""
+    rows = [{"text": 'He said "no".\n'}, {"text": "plain"}]
+    (tmp_path / "array.json").write_text(json.dumps(rows))
+    (tmp_path / "lines.json").write_text("\n".join(map(json.dumps, rows)))
+    for name in ("array.json", "lines.json"):
+        found = read_documents(str(tmp_path / name))
+        assert [document.text for document in found] == [row["text"] for row in rows]
+    (tmp_path / "array.json").write_text(json.dumps([*rows, {"text": 7}]))
+    with pytest.raises(CocaError, match=r"array\.json:2: got int in column 'text', expected text"):
+        list(read_documents(str(tmp_path / "array.json")))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.txt", "one"), ("a.jsonl", '{"text": "one"}'), ("a.json", '[{"text": "one"}]')],
+)
+def test_a_byte_order_mark_is_no_text(tmp_path, name, content):
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert [document.text for document in read_documents(str(tmp_path / name))] == ["one"]
+
+
+def test_a_name_that_looks_like_a_url_is_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.txt").write_text("another")
+    (tmp_path / "file:x.txt").write_text("this")
+    assert [document.text for document in read_documents("file:x.txt")] == ["this"]
 
 
 @pytest.mark.parametrize("path", ["nothing.txt", "no/such/place/*.jsonl", "."])

@@ -187,6 +187,7 @@ def test_blocks_are_of_different_documents_however_often_each_comes(
     below, from_all, tiny_tokenizer, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(held_out, "LARGE", below)
+    monkeypatch.setattr(held_out, "MOST", 0.1 if below == LARGE else 1)
     source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, [33] * 400, copies=3)
     encoder = Encoder(tiny_tokenizer, len(tiny_tokenizer))
     rule, blocks = held_out.hold_out(read_of(source), encoder, SEQ_LEN, 16, from_all)
@@ -216,3 +217,34 @@ def test_a_large_source_gives_its_first_held_out_documents_or_those_from_all_ove
     assert 15 < len(places) < len(held) / 2
     assert (places == held[: len(places)]) == (not from_all)
     assert (max(places) > 6000) == from_all
+
+
+@pytest.mark.parametrize("from_all", [False, True])
+def test_of_a_book_whose_hash_is_low_the_end_is_held_out_too(from_all, tiny_tokenizer, tmp_path):
+    draw = random.Random(0)
+    texts = ("".join(draw.choices(string.ascii_lowercase, k=3000)) for _ in range(2000))
+    book = next(text for text in texts if HeldOut(below=LARGE).split(text)[1])
+    (tmp_path / "a.txt").write_text(book)
+    read, encoder = (
+        read_of(Source(path=str(tmp_path / "a.txt"), weight=1)),
+        Encoder(tiny_tokenizer, 300),
+    )
+    rule, blocks = held_out.hold_out(read, encoder, SEQ_LEN, 1, from_all)
+    assert len(blocks) == 1
+    most = held_out.most_held_out(read, encoder, 10**6)
+    assert most.split(book)[0] == book[:2700]
+    assert len(rule.split(book)[0]) > 2900
+
+
+def test_a_short_first_document_does_not_change_how_much_is_held_out(tiny_tokenizer, tmp_path):
+    """Its end token alone would double its tokens per character."""
+    draw = random.Random(1)
+    rows = ["".join(draw.choices(string.ascii_lowercase, k=100)) for _ in range(300)]
+    encoder = Encoder(tiny_tokenizer, len(tiny_tokenizer))
+    for first in ([], ["a"]):
+        (tmp_path / "a.jsonl").write_text(
+            "".join(json.dumps({"text": row}) + "\n" for row in first + rows)
+        )
+        read = read_of(Source(path=str(tmp_path / "a.jsonl"), weight=1))
+        assert 0.9 <= held_out.tokens_per_character(read, encoder) <= 0.93
+        assert len(held_out.hold_out(read, encoder, SEQ_LEN, 100)[1]) == 100

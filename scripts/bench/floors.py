@@ -166,7 +166,9 @@ def lookup(file: Path, key: str, **where) -> str:
     for row in json.loads(file.read_text())["rows"]:
         if all(row.get(name) == value for name, value in where.items()):
             value = row.get(key)
-            return f"{value:.2f}x" if isinstance(value, float) else value or "out of memory"
+            if value is None:
+                return "out of memory" if row.get("error") == "OOM" else UNMEASURED
+            return f"{value:.2f}x" if isinstance(value, float) else value
     return UNMEASURED
 
 

@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 
 LAYERS, STEPS, GPUS = 32, 15_000, 32
+BATCH, LENGTH = 8, 2048  # of a GPU's step
 LAYER_PARAMETERS = 4096 * (3 * 4096 + 4096 // 2) + 3 * 4096 * 11008  # q, v, o and t; the MLP
 OTHER_PARAMETERS = 2 * 32000 * 4096
 STAGES = {"t": "t_proj alone", "qkv": "q, t and v", "all": "everything"}
@@ -38,14 +39,14 @@ def main() -> None:
 def page(result: dict, network: float, overlap: float) -> str:
     """Raises SystemExit if the results are not of LLaMA-7B's shape, or lack a stage."""
     by_stage = {row["train"]: row for row in result["rows"] if row["rival"].startswith("CoCA")}
-    missing = [
-        stage for stage in STAGES if stage not in by_stage or by_stage[stage]["shape"] != "llama-7b"
-    ]
-    if missing:
-        raise SystemExit(
-            f"projection.py: got no row of llama-7b that trains {missing[0]!r}, expected t, qkv "
-            f"and all"
-        )
+    for stage in STAGES:
+        row = by_stage.get(stage, {})
+        got = tuple(row.get(name) for name in ("shape", "batch", "length"))
+        if got != (expected := ("llama-7b", BATCH, LENGTH)):
+            raise SystemExit(
+                f"projection.py: got {got if row else 'no row'} (shape, batch and length) that trains "
+                f"{stage!r}, expected {expected}, the paper's recipe"
+            )
     parameters = LAYERS * LAYER_PARAMETERS + OTHER_PARAMETERS
     lines = [
         "# The 7B three-stage run on 32 GPUs, projected",
@@ -80,8 +81,8 @@ def page(result: dict, network: float, overlap: float) -> str:
         "",
         f"In all {total:.1f} hours, {GPUS * total:,.0f} GPU hours. Assumed:",
         "",
-        f"- {GPUS} GPUs, {STEPS:,} steps a stage of {by_stage['all']['batch']} blocks of {by_stage['all']['length']:,} "
-        "tokens a GPU (the paper's recipe);",
+        f"- {GPUS} GPUs, {STEPS:,} steps a stage of {BATCH} blocks of {LENGTH:,} tokens a "
+        "GPU (the paper's recipe);",
         f"- every one of {LAYERS} layers takes what the measured ones add, and the rest does not change with depth;",
         f"- FSDP2 gathers all weights in bf16 twice a step, at {network:g} GB/s a GPU, and {overlap:.0%} of what "
         "can hide behind work does;",

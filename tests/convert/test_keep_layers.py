@@ -309,9 +309,11 @@ def test_other_values_of_keep_layers_are_refused_and_a_number_needs_calibration(
 def test_a_number_of_layers_means_those_that_coca_eval_layers_ranks_first_and_names_them(
     tmp_path, capsys
 ):
-    ranking = {"task": "layers", "model": "coca", "baseline": "llama"}
-    rows = [ranking | {"order": [0, 1, 2]}, {"task": "passkey"}, ranking | {"order": [2, 0, 1]}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    passkey = {"task": "passkey", "model": "coca", "rope": "default", "length": 9, "value": 1.0}
+    ranking = passkey | {"task": "layers", "baseline": "llama"}
+    rows = [ranking | {"order": [0, 1, 2]}, passkey, ranking | {"order": [2, 0, 1]}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "rows.jsonl").write_text(lines + lines[:50])  # the last one was being written
     assert _layers_to_keep(f"2:{tmp_path}") == [2, 0]
     assert capsys.readouterr().err == "--keep-layers: 2,0, as ranked for llama\n"
 
@@ -323,10 +325,10 @@ def test_a_number_of_layers_means_those_that_coca_eval_layers_ranks_first_and_na
         message = f"got {count} of the layers that .* ranks, expected 1 to 3"
         refused(message, f"{count}:{tmp_path}")
     refused("got no ranking in .*nothing, expected the --out of", f"2:{tmp_path / 'nothing'}")
-    with (tmp_path / "rows.jsonl").open("a") as file:
-        file.write(json.dumps(rows[0] | {"model": "another"}) + "\n")
+    other = json.dumps(rows[0] | {"model": "another"}) + "\n"
+    (tmp_path / "rows.jsonl").write_text(lines + other)
     refused("got rankings of another, coca in .*, expected one model's", f"2:{tmp_path}")
-    (tmp_path / "rows.jsonl").write_text('{"task": "passkey"}\n')
+    (tmp_path / "rows.jsonl").write_text(json.dumps(passkey) + "\n")
     refused("got no ranking", f"2:{tmp_path}")
 
 
