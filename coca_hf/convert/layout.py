@@ -85,16 +85,11 @@ class Layout:
 
     def made_from(self) -> str:
         """Hash of everything that decides the shards, except the contents of the source's tensors."""
-        tensors = [
-            (
-                shard,
-                dataclasses.astuple(target)[:4],
-                self.dtype_of(target),
-                self.source.dtype(target.source),
-            )
-            for shard, targets in self.shards.items()
-            for target in targets
-        ]
+        tensors = []
+        for shard, targets in self.shards.items():
+            for target in targets:
+                dtypes = self.dtype_of(target), self.source.dtype(target.source)
+                tensors.append((shard, dataclasses.astuple(target)[:4], *dtypes))
         configs = self.config.to_dict(), self.source.config
         facts = tensors, configs, self.released, RULE, self.calibrated_from, version("coca-hf")
         return xxhash.xxh3_128_hexdigest(json.dumps(facts, default=str).encode())
