@@ -327,17 +327,13 @@ def _parse_header(header: bytes) -> dict[str, StoredTensor]:
     """Raises ValueError for a tensor that comes twice, or that is a list, which safetensors reads."""
     entries = parse_json(header[8:])
     entries.pop("__metadata__", None)
+    tensors = {}
     for name, entry in entries.items():
         if not isinstance(entry, dict):
             raise ValueError(f"tensor {name}: got a {type(entry).__name__}, expected an object")
-    return {
-        name: StoredTensor(
-            entry["dtype"],
-            tuple(entry["shape"]),
-            *(len(header) + offset for offset in entry["data_offsets"]),
-        )
-        for name, entry in entries.items()
-    }
+        start, end = (len(header) + offset for offset in entry["data_offsets"])
+        tensors[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), start, end)
+    return tensors
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -209,11 +209,9 @@ def make_content_layer_(attention: CocaAttention, is_content_layer: bool) -> Non
     """Let every second of the other pairs be a content pair, too, or not; in other layers nothing
     changes.
     """
-    layers = {*attention.config.coca_content_layers} - {attention.layer_idx}
-    config = copy.copy(attention.config)
-    config.coca_content_layers = sorted(
-        layers | {attention.layer_idx} if is_content_layer else layers
-    )
+    config, own = copy.copy(attention.config), {attention.layer_idx}
+    others = {*config.coca_content_layers} - own
+    config.coca_content_layers = sorted(others | own if is_content_layer else others)
     attention.config = config
 
 
@@ -233,9 +231,8 @@ class Strata:
 
     def draw(self, *visits: int, generator: torch.Generator) -> Tensor:
         """A row of every stratum, (*visits, r), ascending."""
-        return self._row(
-            torch.arange(self.number) + torch.rand(*visits, self.number, generator=generator)
-        )
+        places = torch.arange(self.number) + torch.rand(*visits, self.number, generator=generator)
+        return self._row(places)
 
     def parts(self, number: int) -> Iterator[tuple[slice, int]]:
         """The strata in `number` parts, each with the most keys that its last row may see."""
@@ -288,13 +285,8 @@ def fold(
     attention: CocaAttention, inputs: Tensor, angles: tuple[Tensor, Tensor], rows: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Scaled query of rows (b, r), (b, h, r, d), and all keys, (b, g, n, d). angles: (b, n, j)."""
-    return folded(
-        attention,
-        attention.queries(_take(inputs, rows)),
-        attention.coefficients(inputs),
-        angles,
-        rows,
-    )
+    q, t = attention.queries(_take(inputs, rows)), attention.coefficients(inputs)
+    return folded(attention, q, t, angles, rows)
 
 
 def folded(

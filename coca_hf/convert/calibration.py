@@ -259,12 +259,10 @@ class Calibration:
     ) -> tuple[dict[str, Tensor], float]:
         """W_O of the converted layers, and the perplexity of held-out text with it."""
         task, pairs = self.task, LayerPairs(layout, self.device, self.dtype)
-        some = blocks_to_refit_on(pairs.config, task.blocks, task.seed)
+        blocks = task.blocks[blocks_to_refit_on(pairs.config, task.blocks, task.seed)]
         try:
             with precision(pairs.dtype):
-                outputs, states = refit_outputs(
-                    pairs, fitted, task.blocks[some], task.held_out, folder
-                )
+                outputs, states = refit_outputs(pairs, fitted, blocks, task.held_out, folder)
                 return outputs, perplexity(pairs, states, task.held_out)
         finally:
             remove_states(folder)
@@ -392,13 +390,12 @@ class CalibrationRun:
             kl_start = divergences(attention, seen).mean().item() if is_converted else 0.0
         if number in self.missing:
             assert text_seen is not None
+            seed = task.seed + number
             with self._timed("steps"):
                 if task.chooses_content:
-                    is_nearer = is_nearer_as_content_layer(
-                        attention, text_seen, seen, task.seed + number
-                    )
+                    is_nearer = is_nearer_as_content_layer(attention, text_seen, seen, seed)
                     make_content_layer_(attention, is_nearer)
-                fit(attention, text_seen, task.passes, task.seed + number)
+                fit(attention, text_seen, task.passes, seed)
             tensors = attention.state_dict()
             fitted = {name: tensors[name] for name in tensors if name.startswith(FITTED)}
             _save(fitted, attention.content.every_second, self.files[number], task.settings)

@@ -112,7 +112,9 @@ def _blocks(
         beginnings = [0] * len(open_blocks)
         while ahead and ahead[0] < before + len(text):
             open_blocks.append(torch.empty(0, dtype=torch.long))
-            beginnings.append(_next_word(text, ahead.popleft() - before))
+            start = ahead.popleft() - before
+            space = SPACE.search(text, start)
+            beginnings.append(space.start() if start and space else start)
         before += len(text)
         filled = []
         for block, start in zip(open_blocks, beginnings, strict=True):
@@ -123,11 +125,6 @@ def _blocks(
         open_blocks = [block for block in filled if len(block) < length]
         if not ahead and not open_blocks:
             return
-
-
-def _next_word(text: str, start: int) -> int:
-    space = SPACE.search(text, start)
-    return space.start() if start and space else start
 
 
 def repeated_blocks(

@@ -110,9 +110,8 @@ class LayerPairs:
     def norm_and_head(self) -> tuple[nn.Module, Tensor]:
         """The norm and the scaled head, (vocabulary, hidden), of both models, in float32."""
         norm = _filled(self._coca.model.norm, lambda name: self._read(f"model.norm.{name}").float())
-        name = (
-            "lm_head.weight" if "lm_head.weight" in self._targets else "model.embed_tokens.weight"
-        )
+        is_tied = "lm_head.weight" not in self._targets
+        name = "model.embed_tokens.weight" if is_tied else "lm_head.weight"
         head = self._read(name).to(self.device, torch.float32)
         return norm.to(self.device), head / getattr(self.config, "logits_scaling", 1.0)
 
@@ -225,9 +224,8 @@ def attend_and_note(
     module.noted = ((query * scaling).transpose(1, 2), key)
     groups = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
-    return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling).transpose(
-        1, 2
-    ), None
+    output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    return output.transpose(1, 2), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend_and_note)

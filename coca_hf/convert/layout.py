@@ -85,16 +85,11 @@ class Layout:
 
     def made_from(self) -> str:
         """Hash of everything that decides the shards, except the contents of the source's tensors."""
-        tensors = [
-            (
-                shard,
-                dataclasses.astuple(target)[:4],
-                self.dtype_of(target),
-                self.source.dtype(target.source),
-            )
-            for shard, targets in self.shards.items()
-            for target in targets
-        ]
+        tensors = []
+        for shard, targets in self.shards.items():
+            for target in targets:
+                dtypes = self.dtype_of(target), self.source.dtype(target.source)
+                tensors.append((shard, dataclasses.astuple(target)[:4], *dtypes))
         configs = self.config.to_dict(), self.source.config
         facts = tensors, configs, self.released, RULE, self.calibrated_from, version("coca-hf")
         return xxhash.xxh3_128_hexdigest(json.dumps(facts, default=str).encode())
@@ -389,11 +384,9 @@ def split_query_key_value(fused: Tensor, part: int, config: CocaConfig) -> Tenso
 
 def _by_pairs(heads: Tensor, config: CocaConfig) -> Tensor:
     """Rows (h, d, ...), of which the first are rotated, as (h * d, ...) in CoCA's order of pairs."""
-    rotated, unrotated = heads.tensor_split([rotary_dim(config)], dim=1)
-    halves = [
-        half for side in (0, 1) for half in (rotated.chunk(2, 1)[side], unrotated.chunk(2, 1)[side])
-    ]
-    return torch.cat(halves, dim=1).flatten(0, 1)
+    parts = heads.tensor_split([rotary_dim(config)], dim=1)  # rotated and unrotated
+    first, second = zip(*(part.chunk(2, dim=1) for part in parts), strict=True)
+    return torch.cat((*first, *second), dim=1).flatten(0, 1)
 
 
 def _check_released(config: CocaConfig, family: Family | None, where: str) -> None:
@@ -401,10 +394,10 @@ def _check_released(config: CocaConfig, family: Family | None, where: str) -> No
 
     Below a rotary_pct of 1, the released code pairs t wrongly, and its weights are no CoCA model's.
     """
+    kind = config.model_type.removeprefix("coca_")
     problems = {
         "coca_hf's own format": family is None,
-        config.model_type.removeprefix("coca_"): config.model_type
-        not in ("coca_llama", "coca_gpt_neox"),
+        kind: kind not in ("llama", "gpt_neox"),
         "--constraint strict": config.coca_constraint != "slack",
         "--keep-layers": bool(config.coca_kept_layers),
         "--content-pairs": bool(config.coca_content_pairs),

@@ -167,11 +167,8 @@ def check_target(sources: Collection[str], target: Path, overwrite: bool) -> Non
 
 def free_bytes(target: Path) -> int:
     """Free bytes on the disk of `target`, and what an earlier run wrote, which is kept or removed."""
-    directory = staging_directory(target)
-    written = [
-        *(directory / "checkpoint").glob("*.safetensors"),
-        *Staging(target).calibrated.glob("[lrs]*-*"),
-    ]
+    staging, directory = Staging(target), staging_directory(target)
+    written = [*staging.checkpoint.glob("*.safetensors"), *staging.calibrated.glob("[lrs]*-*")]
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     return shutil.disk_usage(existing).free + sum(file.stat().st_size for file in written)
 

@@ -201,7 +201,10 @@ class Source:
         """
         if ntk_length and os.path.lexists(self.directory / TOKENIZER):
             read_json(checkpoint_file(self.directory, TOKENIZER))  # errors name the source's file
-        names = _companions(self.directory)
+        names, templates = os.listdir(self.directory), self.directory / TEMPLATES
+        if templates.is_dir():
+            names += [f"{TEMPLATES}/{name}" for name in os.listdir(templates)]
+        names = sorted(filter_repo_objects(names, allow_patterns=COMPANIONS))
         for name in names:
             (directory / name).parent.mkdir(exist_ok=True)
             with (
@@ -437,13 +440,6 @@ def _raise_tokenizer_length(file: Path, length: int) -> None:
     stated = tokenizer.get("model_max_length")
     if isinstance(stated, int) and stated < length:
         file.write_text(json.dumps(tokenizer | {"model_max_length": length}, indent=2) + "\n")
-
-
-def _companions(directory: Path) -> list[str]:
-    names = os.listdir(directory)
-    if (directory / TEMPLATES).is_dir():
-        names += [f"{TEMPLATES}/{name}" for name in os.listdir(directory / TEMPLATES)]
-    return sorted(filter_repo_objects(names, allow_patterns=COMPANIONS))
 
 
 def _download(hub_id: str, revision: str | None, allow_pickle: bool, scratch: Path | None) -> Path:

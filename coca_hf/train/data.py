@@ -519,12 +519,10 @@ class Corpus:
             read, made = state["sources"][str(number)], rows[f"source-{number}"]
             first_pass = self._packed(source, held_out[number], read, made)
             texts[number] = self._order_of_text(source, first_pass, made, names[number])
-        streams = [
-            texts[number]
-            if number in texts
-            else self._order_of_lookups(texts, rows, number, names[number])
-            for number in range(len(sources))
-        ]
+        streams = dict(texts)
+        for number, source in enumerate(sources):
+            if source.synthetic:
+                streams[number] = self._order_of_lookups(texts, rows, number, names[number])
         draw, weights = random.Random(f"{seed} sources"), [source.weight for source in sources]
         while True:
             [number] = draw.choices(range(len(sources)), weights)

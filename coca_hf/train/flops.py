@@ -102,9 +102,8 @@ def _position(name: str) -> tuple[float, int]:
     """Where a module or parameter comes in the forward: its layer (embeddings first) and step."""
     parts = name.split(".")
     if "layers" in parts:
-        return int(parts[parts.index("layers") + 1]), max(
-            (_STEP.get(part, 0) for part in parts), default=0
-        )
+        step = max(_STEP.get(part, 0) for part in parts)
+        return int(parts[parts.index("layers") + 1]), step
     return (-1, 0) if any("embed" in part for part in parts) else (float("inf"), 0)
 
 

@@ -136,9 +136,8 @@ class Plan:
 
     def advice(self) -> list[str]:
         """What does not fit and what to set, then what the numbers do not count."""
-        return [
-            f"stages.{stage.name}: {stage.change}" for stage in self.stages if stage.change
-        ] + self.notes
+        changes = [f"stages.{stage.name}: {stage.change}" for stage in self.stages if stage.change]
+        return changes + self.notes
 
 
 def plan_recipe(

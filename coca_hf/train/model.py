@@ -130,9 +130,7 @@ def load_teacher(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
 
 
 def start_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    name = recipe.model if recipe.tokenizer is None else recipe.tokenizer
-    assert name is not None, "a recipe has one of the two"
-    return load_tokenizer(name)
+    return load_tokenizer(str(recipe.tokenizer or recipe.model))  # a recipe has one of the two
 
 
 def start_config(recipe: Recipe) -> PreTrainedConfig:
@@ -179,11 +177,8 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
             f"config.vocab_size: got {vocab_size}, expected at least the tokenizer's "
             f"{kept['vocab_size']}"
         )
-    if (
-        isinstance(rope, dict)
-        and "factor" in rope
-        and rope.get("rope_type", "default") == "default"
-    ):
+    rope = rope if isinstance(rope, dict) else {}
+    if "factor" in rope and rope.get("rope_type", "default") == "default":
         raise CocaError(
             f"config.rope_parameters: got a factor of {rope['factor']} with rope_type default, "
             "which has none; add rope_type, such as linear, dynamic or yarn, or leave factor out"
@@ -332,9 +327,8 @@ def shapes_only(model: PreTrainedModel) -> Iterator[None]:
     several sequences in a block, and positions beyond the trained length.
     """
     for module in model.modules():
-        if type(module).__module__.startswith("transformers.") and isinstance(
-            getattr(module, "rope_type", None), str
-        ):
+        is_theirs = type(module).__module__.startswith("transformers.")
+        if is_theirs and isinstance(getattr(module, "rope_type", None), str):
             module.rope_type = "default"
     with patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None):
         yield

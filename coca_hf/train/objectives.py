@@ -12,7 +12,7 @@ The original model, the teacher, runs once per batch on the same tokens, without
 GPU has all its weights and computes in the stage's precision.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -204,7 +204,7 @@ class Objective:
         self.answer_weight = answer_weight
         self._logged = list({"lm": 0.0} | self.weights)  # `lm` for curves that can be compared
         self._teacher = teacher.requires_grad_(False).eval() if teacher else None
-        self._sums: Counter[str] = Counter()
+        self._sums: defaultdict[str, float] = defaultdict(float)
         self._calls = 0
 
     def __call__(
@@ -223,9 +223,8 @@ class Objective:
                 theirs = teacher.to(logits.device)(**given, use_cache=False).logits
             divergence = distillation_loss(logits, theirs, token_weights)
             losses["distill"] = divergence / accumulated
-        self._sums.update(
-            {name: losses[name].detach().item() * accumulated for name in self._logged}
-        )
+        for name in self._logged:
+            self._sums[name] += losses[name].item() * accumulated
         self._calls += 1
         return sum(weight * losses[name] for name, weight in self.weights.items())
 
