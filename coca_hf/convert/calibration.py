@@ -5,14 +5,15 @@ there; then W_O of all of them is fitted on those of the converted model (`refit
 a pair of layers (`LayerPairs`) and what the original's attention sees there (`AttentionInputs`);
 hidden states are in files. A run that is killed continues with the layer it was at.
 
-The harm of converting a layer is how much the original's predictions change if this layer alone has
-CoCA's attention, calibrated: the mean over tokens, in nats, of
+The harm of converting a layer is how much lookups suffer if this layer alone has CoCA's attention,
+calibrated: on what is read a second time (`copies`), the mean over tokens, in nats, of
 
     KL(original's prediction || prediction with this layer converted)
 
-The tokens are held-out text and, because lookups are what conversion loses, the same text with
-repeated passages (`repeated_blocks`). `coca-eval layers` measures more: each layer also as the last
-one to be converted.
+less the same mean on what is read there for the first time. What conversion changes in all text,
+most of all in the first layers, training restores soonest, and keeping them helps lookups little
+(docs/results/content-pairs). `coca-eval layers` measures more: each layer also as the last one to
+be converted.
 """
 
 import contextlib
@@ -46,7 +47,7 @@ from coca_hf.convert.calibrate import (
     precision,
     run_original,
 )
-from coca_hf.convert.calibration_text import calibration_blocks, reach, repeated_blocks
+from coca_hf.convert.calibration_text import calibration_blocks, copies, reach, repeated_blocks
 from coca_hf.convert.config import head_of
 from coca_hf.convert.layer_pairs import (
     BATCH_TOKENS,
@@ -164,7 +165,8 @@ class Calibration:
         )
         blocks = with_repeated(text_blocks)
         # layers are ranked on half of the held-out text
-        self.ranking_blocks = with_repeated(held_out[: max(1, len(held_out) // 2)])
+        ranked_on = held_out[: max(1, len(held_out) // 2)]
+        self.ranking_blocks = copies(ranked_on, tokenizer, layout.config, seed)
         passes = passes or math.ceil(STEPS / len(blocks))
         self.text, self.text_commit, self.device = place[0], place[4], device
         self.dtype = matrix_dtype(device)
@@ -516,7 +518,7 @@ def _hash(tensors: dict[str, Tensor]) -> str:
 def layer_harms(
     pairs: LayerPairs, fitted: Mapping[str, Tensor], blocks: Tensor, folder: Path
 ) -> list[float]:
-    """The harm of converting each layer of `pairs`, on `blocks`, (n, m) token ids.
+    """The harm of converting each layer of `pairs`, on `blocks`, (n, m) token ids: `copies`.
 
     fitted: the calibrated tensors by name in the CoCA model. folder: gets a file of hidden states
     while this runs; memory holds a pair of layers and a block.
@@ -535,30 +537,34 @@ def layer_harms(
             run_layer(ours, streams[0], streams[number + 1], positions, angles.coca, batch_tokens=1)
             for stream in streams[: number + 1]:
                 run_layer(theirs, stream, stream, positions, angles.original, batch_tokens=1)
-        return _prediction_divergences(pairs, streams)
+        divergences = _prediction_divergences(pairs, streams)
     finally:
         file.unlink(missing_ok=True)
+    first, second = divergences[: length // 2], divergences[length // 2 :]
+    return (second.mean(0) - first.mean(0)).tolist()
 
 
-def _prediction_divergences(pairs: LayerPairs, streams: list[HiddenStates]) -> list[float]:
-    """KL in nats of the first stream's predictions to those of each other stream."""
+def _prediction_divergences(pairs: LayerPairs, streams: list[HiddenStates]) -> Tensor:
+    """KL in nats of the first stream's predictions to those of each other stream, the mean over
+    blocks: (m, streams - 1), float64.
+    """
     norm, head = pairs.norm_and_head()
-    harms = torch.zeros(len(streams) - 1, dtype=torch.float64)
     blocks, length, _ = streams[0].shape
+    sums = torch.zeros(length, len(streams) - 1, dtype=torch.float64)
     chunks = [slice(start, start + CHUNK) for start in range(0, length, CHUNK)]
     for block, rows in itertools.product(range(blocks), chunks):
         chosen = (stream[block : block + 1][0, rows].to(pairs.device) for stream in streams)
         log_predictions = (linear(norm(states), head).log_softmax(-1) for states in chosen)
         reference = next(log_predictions)
         for layer, prediction in enumerate(log_predictions):
-            harms[layer] += (reference.exp() * (reference - prediction)).sum().item()
-    return (harms / (blocks * length)).tolist()
+            sums[rows, layer] += (reference.exp() * (reference - prediction)).sum(-1).double().cpu()
+    return sums / blocks
 
 
 def most_harmful(harms: list[float], number: int | None) -> list[int]:
     """The `number` layers of greatest harm; None: the fewest with `AUTO_SHARE` of the sum."""
     order = sorted(range(len(harms)), key=lambda layer: -harms[layer])
     if number is None:
-        done = torch.tensor([harms[layer] for layer in order]).cumsum(0)
+        done = torch.tensor([max(harms[layer], 0.0) for layer in order]).cumsum(0)
         number = int((done < AUTO_SHARE * done[-1]).sum()) + 1
     return sorted(order[:number])

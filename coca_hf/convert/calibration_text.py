@@ -138,8 +138,7 @@ def repeated_blocks(
     """
     rng = random.Random(f"repeated {seed}")
     tokens, length = blocks.flatten(), blocks.shape[1]
-    known = min(len(tokenizer), config.vocab_size)
-    ordinary = torch.tensor(sorted(set(range(known)) - set(tokenizer.all_special_ids)))
+    ordinary = _ordinary_tokens(tokenizer, config)
     repeated = []
     for number in range(len(blocks)):
         longest = min(length // 2, rng.choice((SHORT_PERIOD, length)))
@@ -158,6 +157,23 @@ def repeated_blocks(
             block[first : first + period] = block[second : second + period] = passage
             repeated.append(block)
     return torch.stack(repeated)
+
+
+def copies(
+    blocks: Tensor, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, seed: int = 0
+) -> Tensor:
+    """The first half of every block, read twice, and as many random halves: (2 n_b, m), or m - 1
+    tokens if m is odd.
+    """
+    half = blocks[:, : blocks.shape[1] // 2]
+    ordinary, generator = _ordinary_tokens(tokenizer, config), torch.Generator().manual_seed(seed)
+    drawn = torch.randint(len(ordinary), half.shape, generator=generator)
+    return torch.cat((half, ordinary[drawn])).repeat(1, 2)
+
+
+def _ordinary_tokens(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> Tensor:
+    known = min(len(tokenizer), config.vocab_size)
+    return torch.tensor(sorted(set(range(known)) - set(tokenizer.all_special_ids)))
 
 
 def reach(config: PreTrainedConfig) -> int:

@@ -40,6 +40,7 @@ from coca_hf.convert.calibration import (
 from coca_hf.convert.calibration_text import (
     TRAINING_HELD_OUT_TOKENS,
     calibration_blocks,
+    copies,
     reach,
     repeated_blocks,
 )
@@ -359,6 +360,21 @@ def test_repeated_blocks_repeat_passages_of_the_text_and_random_ones(tiny_llama_
     assert sum(period <= 128 for period in periods) >= 2
     assert repeated.max() < config.vocab_size
     assert not set(repeated[1::4].flatten().tolist()) & set(tokenizer.all_special_ids)
+
+
+def test_copies_are_halves_of_text_and_random_ones_each_read_twice(tiny_llama_dir):
+    config = AutoConfig.from_pretrained(tiny_llama_dir)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama_dir)
+    blocks = torch.arange(3 * 301).view(3, 301) % 41
+    found = copies(blocks, tokenizer, config, seed=3)
+    assert found.shape == (6, 300)
+    assert torch.equal(found[:, :150], found[:, 150:])
+    assert torch.equal(found[:3, :150], blocks[:, :150])
+    random = found[3:, :150]
+    assert len(random.unique()) > 100
+    assert not set(random.flatten().tolist()) & set(tokenizer.all_special_ids)
+    assert torch.equal(found, copies(blocks, tokenizer, config, seed=3))
+    assert not torch.equal(found, copies(blocks, tokenizer, config, seed=4))
 
 
 def convert(src, dst, text, **options):
