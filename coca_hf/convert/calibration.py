@@ -10,8 +10,8 @@ calibrated: on what is read a second time (`copies`), the mean over tokens, in n
 
     KL(original's prediction || prediction with this layer converted)
 
-less the same mean on what is read there for the first time. What conversion changes in all text,
-most of all in the first layers, training restores soonest, and keeping them helps lookups little
+less the same mean on what is read there for the first time. Without that subtraction the first
+layers come first, whose conversion changes all predictions, and lookups lose more
 (docs/results/content-pairs). `coca-eval layers` measures more: each layer also as the last one to
 be converted.
 """
