@@ -228,7 +228,7 @@ def _json_lines(file: Path, column: str) -> Iterator[Any]:
 
 
 def _json_rows(file: Path, column: str) -> Iterator[Any]:
-    """Of one array, or a line each. (`datasets` makes JSON of all texts if one is no text.)"""
+    """The rows of one array, or a row a line. `datasets` makes JSON of all texts if one is no text."""
     with file.open(encoding=ENCODING) as stream:
         is_array = next(filter(None, map(str.strip, stream)), "").startswith("[")
         stream.seek(0)

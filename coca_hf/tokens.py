@@ -90,6 +90,12 @@ def around_text(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int
     )
 
 
+def ordinary_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Tensor:
+    """The ids below `vocab_size`, the rows of embeddings, that are no special tokens, ascending."""
+    known = min(len(tokenizer), vocab_size)
+    return torch.tensor(sorted(set(range(known)) - set(tokenizer.all_special_ids)))
+
+
 def _probes(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """Short texts; every tokenizer knows at least one of them."""
     yield "a"

@@ -29,7 +29,7 @@ from coca_hf.held_out import (
     tokens_per_character,
 )
 from coca_hf.models.attention import layer_types
-from coca_hf.tokens import Encoder, Piece
+from coca_hf.tokens import Encoder, Piece, ordinary_tokens
 
 SHORTEST_BLOCK = 4  # tokens, one for each part that its queries are taken in
 SHORTEST_PERIOD = 16  # of a repeated passage
@@ -138,7 +138,7 @@ def repeated_blocks(
     """
     rng = random.Random(f"repeated {seed}")
     tokens, length = blocks.flatten(), blocks.shape[1]
-    ordinary = _ordinary_tokens(tokenizer, config)
+    ordinary = ordinary_tokens(tokenizer, config.vocab_size)
     repeated = []
     for number in range(len(blocks)):
         longest = min(length // 2, rng.choice((SHORT_PERIOD, length)))
@@ -166,14 +166,10 @@ def copies(
     tokens if m is odd.
     """
     half = blocks[:, : blocks.shape[1] // 2]
-    ordinary, generator = _ordinary_tokens(tokenizer, config), torch.Generator().manual_seed(seed)
+    ordinary = ordinary_tokens(tokenizer, config.vocab_size)
+    generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(len(ordinary), half.shape, generator=generator)
     return torch.cat((half, ordinary[drawn])).repeat(1, 2)
-
-
-def _ordinary_tokens(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> Tensor:
-    known = min(len(tokenizer), config.vocab_size)
-    return torch.tensor(sorted(set(range(known)) - set(tokenizer.all_special_ids)))
 
 
 def reach(config: PreTrainedConfig) -> int:

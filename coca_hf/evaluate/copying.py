@@ -24,6 +24,7 @@ from coca_hf.evaluate.rows import Batches, Beside, Count, Identity, Raw, Row, Ru
 from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.tables import NBSP, Measurement, Table, data_of, each_table
 from coca_hf.page import Part, Text
+from coca_hf.tokens import ordinary_tokens
 
 
 class CopyingRow(Row):
@@ -99,8 +100,7 @@ def repeated_sequences(
     begin, tokenizer = _beginning(loaded.tokenizer), loaded.tokenizer
     copy_len = (length - len(begin)) // 2
     if sample is None:
-        known = min(len(tokenizer), loaded.model.get_input_embeddings().weight.shape[0])
-        ordinary = torch.tensor(sorted(set(range(known)) - set(tokenizer.all_special_ids)))
+        ordinary = ordinary_tokens(tokenizer, loaded.model.get_input_embeddings().weight.shape[0])
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randint(len(ordinary), (num_cases, copy_len), generator=generator)
         copies = list(ordinary[drawn])
