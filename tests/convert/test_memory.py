@@ -1,5 +1,6 @@
 """Conversion streams: its memory does not grow with the model."""
 
+import ctypes
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests.convert.checkpoints import PROCESSES, exit_code_of
 
 
 def anonymous_bytes():
+    ctypes.CDLL(None).malloc_trim(0)  # what is free may stay with the process, or not
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
@@ -51,4 +53,4 @@ def test_memory_does_not_grow_with_the_number_of_layers(calibrates, tiny_tokeniz
         sizes.append(sum(file.stat().st_size for file in src.glob("*.safetensors")))
         assert len(list(dst.glob("*.safetensors"))) > num_layers // 2
     assert sizes[1] - sizes[0] > 90_000_000
-    assert peaks[1] - peaks[0] < 15_000_000
+    assert peaks[1] - peaks[0] < 10_000_000
