@@ -47,8 +47,8 @@ tests() { # LIMIT PATHS…: in several processes, because Triton's compiler take
 part1() {
     tests 200 tests/kernels
     tests 200 -m gpu tests/models/test_backends.py tests/models/test_cache.py tests/train/test_options.py tests/convert
-    run 60 python3 scripts/bench/flash.py --out "$out/flash.json"
-    run 60 python3 scripts/bench/flash.py --dtype float16 --out "$out/flash-fp16.json"
+    run 150 python3 scripts/bench/flash.py --out "$out/flash.json"  # FlashAttention 4 compiles for a minute or more
+    run 150 python3 scripts/bench/flash.py --dtype float16 --out "$out/flash-fp16.json"
 }
 part2() {
     bench 150 attention attention --graph --lengths 2048 8192 32768 --only contraction LLaMA slack
