@@ -4,11 +4,12 @@ logits and decoding.
     python scripts/bench/flash.py --out docs/results/flash.json  # on a GPU, with flash-attn, flash-attn-3, flash-attn-4
 
 It runs slack and strict on rows of different lengths, padded on the left. Packages that are not
-installed are named and left out. It prints a table, writes JSON with versions, and ends with an
-error if a result is further from eager attention than the dtype's rounding allows.
+installed are named and left out. It prints a table, writes JSON with versions after every row, and
+ends with an error if a result is further from eager attention than the dtype's rounding allows.
 """
 
 import argparse
+import itertools
 from pathlib import Path
 
 import torch
@@ -39,16 +40,13 @@ def main() -> None:
     for name in missing:
         print(f"{name}: not installed, or no GPU")
     dtype = getattr(torch, options.dtype)
-    rows = [
-        {"attention": name, "constraint": constraint} | errors(name, constraint, dtype)
-        for name in options.attention
-        if name not in missing
-        for constraint in ("slack", "strict")
-    ]
+    rows: list[dict] = []
+    installed = [name for name in options.attention if name not in missing]
+    for name, constraint in itertools.product(installed, ("slack", "strict")):
+        rows.append({"attention": name, "constraint": constraint} | errors(name, constraint, dtype))
+        write({"task": "flash-bench", "dtype": options.dtype, "rows": rows}, options.out)
     names = ("attention", "constraint", "logits", "decoding")
     show("Relative error against eager attention", dict(zip(names, names, strict=True)), rows)
-    if rows:
-        write({"task": "flash-bench", "dtype": options.dtype, "rows": rows}, options.out)
 
 
 @torch.no_grad()
