@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run every benchmark that needs a GPU, in the order of what they decide.
 #
-#   scripts/bench/gpu.sh [OUT] [PART…]     # OUT: docs/results/h200; PART: all of 1, 2, 3 and 4 by default
+#   scripts/bench/gpu.sh OUT [PART…]       # OUT: docs/results/h200, for one; PART: all of 1, 2, 3 and 4 by default
 #   SMOKE=1 scripts/bench/gpu.sh OUT       # the tiny shape on any machine, to see that every part runs
 #
 #   1  kernels are right, in every dtype and head size; caches, backends and mixed precision on a GPU
@@ -15,7 +15,11 @@
 # wheels in .whl/ (pydantic, datasets, ruamel-yaml, typer and their companions).
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-out=${1:-docs/results/h200}
+if [[ -z ${1-} || $1 == [1-4] ]]; then
+    echo "error: got ${1:-no} OUT, expected a directory: scripts/bench/gpu.sh OUT [PART…]" >&2
+    exit 2
+fi
+out=$1
 parts=${*:2}
 smoke=${SMOKE:+--smoke}
 deadline=$((SECONDS + ${SECONDS_LEFT:-3600}))
