@@ -6,6 +6,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 out=quickstart
 started=$SECONDS
+# bfloat16 where the processor multiplies it
+bf16=$(grep -qE 'amx_bf16|avx512_bf16' /proc/cpuinfo 2> /dev/null && echo true || echo false)
+$bf16 && dtype=bfloat16 || dtype=float32
 say() { printf '\n[%d:%02d] %s\n' $(((SECONDS - started) / 60)) $(((SECONDS - started) % 60)) "$*"; }
 
 say "1/7 Python packages"
@@ -21,20 +24,19 @@ say "3/7 Convert to CoCA: six layers keep their attention, the others are fitted
     --content-pairs auto --calibrate "$out/text/train/*.txt" --calibrate-passes 20  # 640 steps a layer
 
 say "4/7 Evaluate the original and the start"
-evaluate() {
-    coca-eval perplexity "$1" --data "$out/text/held-out" --lengths 256,1024 --stride 512 --max-tokens 2048 \
-        --out "$out/eval" --name "$2"
+evaluate() { # MODEL NAME
+    local rows=(--dtype "$dtype" --out "$out/eval" --name "$2")
+    coca-eval perplexity "$1" --data "$out/text/held-out" --lengths 256,1024 --stride 512 --max-tokens 2048 "${rows[@]}"
     # What the original can do and conversion may lose: find a number, look up a key, read a passage again
-    coca-eval passkey "$1" --variant landmark --lengths 256,1024 --cases 10 --out "$out/eval" --name "$2"
-    coca-eval recall "$1" --lengths 256 --cases 10 --out "$out/eval" --name "$2"
-    coca-eval copying "$1" --lengths 256 --cases 6 --out "$out/eval" --name "$2"
-    coca-eval copying "$1" --data "$out/text/held-out" --lengths 256 --cases 6 --out "$out/eval" --name "$2"
+    coca-eval passkey "$1" --variant landmark --lengths 256,1024 --cases 10 "${rows[@]}"
+    coca-eval recall "$1" --lengths 256 --cases 10 "${rows[@]}"
+    coca-eval copying "$1" --lengths 256 --cases 6 "${rows[@]}"
+    coca-eval copying "$1" --data "$out/text/held-out" --lengths 256 --cases 6 "${rows[@]}"
 }
 evaluate "$out/original" "SmolLM2-135M"
 evaluate "$out/start" "+ CoCA, calibrated"
 
 say "5/7 Train on text and lookups, the original as the teacher"
-bf16=$(grep -qE 'amx_bf16|avx512_bf16' /proc/cpuinfo 2> /dev/null && echo true || echo false)
 coca-train recipes/recover.yaml --out "$out/train" --resume training.bf16="$bf16" stages.recover.max_steps=40
 
 say "6/7 Evaluate the result"
