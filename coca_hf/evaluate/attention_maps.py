@@ -157,7 +157,7 @@ def _numbers(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 def _parts(table: Table) -> Iterator[Part]:
-    """Divergence of attention against layer, at the longest length of every line."""
+    """Divergence of attention against layer, at one length."""
     points = {}
     for name, heads in table.raw_of_longest("heads").items():
         layers: dict[int, list[float]] = {}
@@ -168,7 +168,7 @@ def _parts(table: Table) -> Iterator[Part]:
         yield table.by_layer(
             "attention-maps",
             "Divergence of attention against layer: the table beside it has the means.",
-            f"Divergence from the original's attention, mean over heads, against layer: "
+            f"Divergence from the original's attention, mean over heads, against layer{table.at}: "
             f"{table.settings}.",
             points,
             "divergence (nats)",

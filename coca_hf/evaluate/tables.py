@@ -107,9 +107,31 @@ class Table:
         }
 
     @property
+    def common_length(self) -> int | None:
+        """The longest length at which all lines that have values have one, if any."""
+        known = [
+            lengths
+            for rows in self.series.values()
+            if (lengths := {row["length"] for row in rows if row["value"] is not None})
+        ]
+        return max(set.intersection(*known), default=None) if known else None
+
+    @property
+    def at(self) -> str:
+        """The `common_length` in words, for captions."""
+        return f", at length {self.common_length}" if self.common_length else ""
+
+    @property
     def longest(self) -> dict[str, dict]:
-        """The row of the longest length of every line."""
-        return {name: rows[-1] for name, rows in self.series.items()}
+        """The row of every line at the `common_length`. A line without it has its longest one that
+        has a value, and a name with its length.
+        """
+        common, found = self.common_length, {}
+        for name, rows in self.series.items():
+            known = [row for row in rows if row["value"] is not None] or rows
+            row = next((row for row in rows if row["length"] == common), known[-1])
+            found[name if row["length"] == common else f"{name} at {row['length']}"] = row
+        return found
 
     def named(self, name: str) -> str:
         """The name of a figure, unique among those of all tables."""
@@ -121,9 +143,10 @@ class Table:
         """
         models = list(dict.fromkeys(map(_identity, self.rows)))
         ropes = list(dict.fromkeys(["default", *(row["rope"] for row in self.rows)]))
+        row_of = {name: rows[0] for name, rows in self.series.items()} | self.longest
         curves = []
         for name, some in points.items():
-            row = self.longest[name]
+            row = row_of[name]
             color = models.index(_identity(row))
             key = Key(name, color, ropes.index(row["rope"]), marked=marked)
             curves.append(Curve(key, *map(list, zip(*some, strict=True))))
@@ -196,7 +219,7 @@ class Table:
             ) from error
 
     def raw_of_longest(self, name: str) -> dict[str, list[dict]]:
-        """The lines of a raw table for every line of the table, at its longest length."""
+        """The lines of a raw table for the rows of `longest`."""
         found = {line: self.read_raw(row, name) for line, row in self.longest.items()}
         return {line: some for line, some in found.items() if some}
 

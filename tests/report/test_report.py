@@ -138,6 +138,43 @@ def test_numbers_drawn_from_raw_files_are_those_of_the_files(page):
     assert "CoCA-slack" not in made
 
 
+@pytest.mark.parametrize(
+    ("values", "at", "names", "lengths"),
+    [
+        ({1024: 9.0}, ", at length 1024", ("llama", "coca"), (1024, 1024)),
+        ({1024: 9.0, 4096: None}, ", at length 1024", ("llama", "coca"), (1024, 1024)),
+        ({1024: 9.0, 4096: 8.0}, ", at length 4096", ("llama", "coca"), (4096, 4096)),
+        ({512: 9.0}, "", ("llama at 512", "coca at 4096"), (512, 4096)),
+    ],
+)
+def test_all_lines_are_shown_at_one_length_or_say_theirs(page, values, at, names, lengths):
+    rows = []
+    for model, of_model in (("llama", values), ("coca", {1024: 9.0, 4096: 8.0})):
+        for length, value in of_model.items():
+            ends = ((0, 64), (64, length))
+            ranges = [{"first": a, "end": b, "perplexity": length} for a, b in ends if value]
+            made = {"length": length, "value": value, "ranges": ranges, "task": "position-loss"}
+            buckets = [{"first": 0, "tokens": 64, "nll": float(length)}]
+            rows.append((row(model, **made), "buckets", buckets) if value else row(model, **made))
+    made = page(*rows)
+    assert f"Loss against the token's index{at}: books" in made
+    assert f"| perplexity of tokens{at} | 0 to 64 | " in made
+    for name, length in zip(names, lengths, strict=True):
+        assert f"| {name} | {length}.00 | " in made
+
+
+def test_distances_are_counted_over_the_lengths_that_all_lines_have(page):
+    def made(model, length, correct):
+        shared = {"length": length, "value": 0.5, "task": "passkey"}
+        return row(model, **shared), "cases", cases_of(0.5, (200, correct))
+
+    llama, coca = made("llama", 256, True), made("coca", 4096, False)
+    both = page(llama, made("coca", 256, True), coca)
+    assert "in tokens, over context lengths 256: each point" in both
+    assert "| distance | ≤ 256 |\n| --- | ---: |\n| llama | 1.00 |\n| coca | 1.00 |" in both
+    assert "No length is common to all lines" in page(llama, coca)
+
+
 def test_contexts_and_perplexities_are_on_log_axes_and_published_curves_dashed(run):
     rows = run(row(value=7.0), row(length=4096, value=96731.2))
     (figure,) = read_page([rows], ["350m"]).figures()
