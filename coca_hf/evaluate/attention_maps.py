@@ -21,7 +21,13 @@ from torch import Tensor
 from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.loaded_model import LoadedModel, Rope, check_vocabulary, use_rope_
+from coca_hf.evaluate.loaded_model import (
+    LoadedModel,
+    Rope,
+    check_same_dtype,
+    check_vocabulary,
+    use_rope_,
+)
 from coca_hf.evaluate.rows import (
     Batches,
     Beside,
@@ -63,8 +69,10 @@ def attention_map_rows(run: Run, baseline: LoadedModel, sample: Sample) -> Itera
     RoPE settings apply to both models. The maps of one document, (layers, h, length, length), are
     in memory for both models.
 
-    Raises CocaError if the baseline's family, layers, heads or vocabulary differ from the model's.
+    Raises CocaError if the baseline's family, layers, heads, vocabulary or dtype differ from the
+    model's.
     """
+    check_same_dtype(run.loaded, baseline)
     check_baseline(run.loaded, baseline, sample, f"--baseline {baseline.path}")
 
     def measure(rope: Rope, length: int, batches: Batches) -> tuple[dict, Raw]:

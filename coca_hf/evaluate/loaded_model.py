@@ -132,6 +132,16 @@ def check_vocabulary(loaded: LoadedModel, token_ids: torch.Tensor, where: str) -
         )
 
 
+def check_same_dtype(loaded: LoadedModel, baseline: LoadedModel) -> None:
+    """Raise CocaError if the weights of two models that are compared have different types."""
+    ours, theirs = (str(one.model.dtype).removeprefix("torch.") for one in (loaded, baseline))
+    if ours != theirs:
+        raise CocaError(
+            f"--baseline {baseline.path}: got {theirs}, and {ours} of {loaded.path}, expected one "
+            f"dtype, so that only the models differ; add --dtype float32, or bfloat16"
+        )
+
+
 def warn_small_tokenizer(loaded: LoadedModel) -> str | None:
     """One line if the tokenizer has too few tokens for the model's embedding, otherwise None.
 

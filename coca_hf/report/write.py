@@ -89,7 +89,7 @@ def tables_markdown(tables: Sequence[Table]) -> str:
     for table in tables:
         about = table.measurement
         parts += [
-            escape(f"{about.title}: {table.settings}. {about.explanation}"),
+            escape(f"{about.title}: {table.settings}, {_dtypes(table)}. {about.explanation}"),
             markdown(table.grid()),
         ]
     rows = [row for table in tables for row in table.rows]
@@ -97,6 +97,15 @@ def tables_markdown(tables: Sequence[Table]) -> str:
     machines = "; ".join(dict.fromkeys(map(_surroundings, rows)))
     made = f"Measured by coca-eval from {dates[0]} to {dates[-1]} on {machines}."
     return "\n\n".join([*parts, escape(made)])
+
+
+def _dtypes(table: Table) -> str:
+    """The dtypes of a table's lines; if there are several, with the lines."""
+    models: dict[str, list[str]] = {}
+    for name, rows in table.series.items():
+        models.setdefault(rows[0]["dtype"], []).append(name)
+    of = {dtype: f" ({', '.join(names)})" * (len(models) > 1) for dtype, names in models.items()}
+    return ", ".join(dtype + names for dtype, names in of.items())
 
 
 def _measured(measurement: Measurement, tables: list[Table]) -> Section | None:

@@ -301,6 +301,18 @@ def test_trust_remote_code_also_applies_to_the_baseline(half, tmp_path, coca_eva
     assert (code, "copy" in stdout, "same" in stdout) == (0, True, True)
 
 
+@pytest.mark.parametrize("task", ["speed", "attention-maps --data BOOKS"])
+def test_a_baseline_of_another_dtype_is_refused(
+    task, checkpoint, tiny_llama_dir, books, tmp_path, coca_eval
+):
+    edit_config(checkpoint, dtype="bfloat16")
+    command = f"{task.replace('BOOKS', str(books))} --lengths 16 --out {tmp_path / 'out'}"
+    code, _, stderr = coca_eval(command, checkpoint, f"--baseline {tiny_llama_dir}")
+    assert (code, stderr.count("\n")) == (2, 1)
+    said = f"--baseline {tiny_llama_dir}: got float32, and bfloat16 of {checkpoint}, expected one"
+    assert said in stderr
+
+
 @pytest.mark.parametrize("model_type", ["half-llama", "llama"])
 def test_untrusted_code_is_refused_with_the_remedy(half, model_type):
     """Also if transformers knows the type but has another class for it than config.json."""

@@ -375,8 +375,10 @@ def test_measurements_against_two_originals_of_one_name_are_both_shown(page, tas
 
 def test_tables_for_a_model_card_are_those_of_the_page(run):
     markdown = tables_markdown(read_tables([run(row(value=7.5), row(value=0.5, task="passkey"))]))
-    assert markdown.startswith("Perplexity: books, 2 documents, stride 256. Sliding window")
+    assert markdown.startswith("Perplexity: books, 2 documents, stride 256, float32. Slid")
     assert "| model | 512 |\n| --- | ---: |\n| llama | 7.50 |" in markdown
+    other = run(row(), row("coca", dtype="bfloat16"))
+    assert "256, float32 (llama), bfloat16 (coca). Slid" in tables_markdown(read_tables([other]))
     machine = "cpu (x86\\_64, 2 threads); torch 2.13.0, python 3.11.7."
     assert markdown.endswith(f"2026-01-02 on {machine}")
 
