@@ -195,20 +195,22 @@ def _of_other_texts(tables: Sequence[Table]) -> list[str]:
             continue
         where = f"{table.measurement.title}, {table.settings}"
         other_text = [row for row in with_text if row["text_hash"] != latest["text_hash"]]
-        same_length = [row for row in with_text if row["length"] == latest["length"]]
-        other_tokens = [
-            row for row in same_length if row.get("data_hash") != latest.get("data_hash")
-        ]
-        names = ", ".join(dict.fromkeys(row["model"] for row in other_text or other_tokens))
+        newest = {row["length"]: row for row in sorted(with_text, key=lambda row: row["date"])}
+        other_tokens = dict.fromkeys(
+            f"{row['model']} reads other tokens of this text than {newest[row['length']]['model']}"
+            for row in with_text
+            if row.get("data_hash") != newest[row["length"]].get("data_hash")
+        )
         if other_text:
+            names = ", ".join(dict.fromkeys(row["model"] for row in other_text))
             notices.append(
                 f"{where}: the text of these documents changed before the latest number; measure "
                 f"{names} again to compare."
             )
         elif other_tokens:
             notices.append(
-                f"{where}: {names} reads other tokens of this text than {latest['model']}; losses "
-                "and perplexities per token cannot be compared."
+                f"{where}: {'; '.join(other_tokens)}; losses and perplexities per token cannot be "
+                "compared."
             )
     return notices
 

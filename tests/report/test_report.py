@@ -511,7 +511,8 @@ def test_a_notice_names_models_that_read_older_text_or_other_tokens(
     page, text_hash, data_hash, said
 ):
     later = {"date": "2027-01-01T00:00:00+00:00", "text_hash": text_hash, "data_hash": data_hash}
-    made = page(row(text_hash="t", data_hash="d"), row("coca", **later))
+    longer = row("coca", **later | {"length": 8192, "date": "2027-01-02T00:00:00+00:00"})
+    made = page(row(text_hash="t", data_hash="d"), row("coca", **later), longer)
     assert [notice for notice in (OLDER, OTHER) if notice in made] == ([said] if said else [])
 
 
