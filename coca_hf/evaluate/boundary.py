@@ -449,8 +449,7 @@ def _decay_figure(table: Table, decays: Lines) -> Figure:
 
 
 def _settings(row: dict) -> str:
-    pairs = f"{row['pairs_per_document']} pairs of positions a document, seed {row['seed']}"
-    return f"{text_settings(row)}, {pairs}"
+    return f"{text_settings(row)}, {row['pairs_per_document']} pairs of positions a document"
 
 
 MEASUREMENT = Measurement(

@@ -293,8 +293,7 @@ def _swaps(lines: list[dict]) -> Grid:
 
 
 def _settings(row: dict) -> str:
-    cases = f"{row['cases']} cases of each text, seed {row['seed']}"
-    return f"{text_settings(row)}, beside {row['baseline']}, {cases}"
+    return f"{text_settings(row)}, beside {row['baseline']}, {row['cases']} cases of each text"
 
 
 MEASUREMENT = Measurement(

@@ -229,16 +229,22 @@ def _identity(row: dict) -> tuple:
 
 
 def text_settings(row: dict) -> str:
-    """The documents of a row in words: their source, their number and where they are cut."""
+    """The documents of a row in words: their source, their number, where they are cut, and the seed
+    if it is not 0.
+    """
     count = len(row["document_names"])
     cut = f" cut to {row['max_tokens']} tokens" if row["max_tokens"] else ""
-    return f"{data_of(row)}, {count} document{'s' * (count > 1)}{cut}"
+    seed = f", seed {row['seed']}" if row["seed"] else ""
+    return f"{data_of(row)}, {count} document{'s' * (count > 1)}{cut}{seed}"
 
 
 def data_of(row: dict) -> str:
-    """The source of documents, with the subset and revision of a data set on the hub."""
+    """The source of documents, with its options that are not the defaults."""
     asked = {"subset": row.get("subset"), "revision": row.get("data_revision")}
-    return ", ".join([row["data"], *(f"{name} {value}" for name, value in asked.items() if value)])
+    asked |= {name: row.get(name) for name in ("split", "column")}
+    usual = {"split": "test", "column": "text"}
+    given = [f"{key} {value}" for key, value in asked.items() if value and value != usual.get(key)]
+    return ", ".join([row["data"], *given])
 
 
 def each_table(parts: Callable[["Table"], Iterable[Part]]) -> Callable[[list["Table"]], list[Part]]:

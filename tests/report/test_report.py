@@ -394,11 +394,19 @@ def test_a_value_that_is_none_is_explained_and_the_rest_is_shown(run, page, tmp_
 
 
 @pytest.mark.parametrize(
-    "change", [{"data": "other"}, {"asked_stride": 64}, {"document_names": ["emma.txt"]}]
+    ("change", "said"),
+    [
+        ({"data": "other"}, "other, 2 documents, stride 256"),
+        ({"asked_stride": 64}, "books, 2 documents, stride 64"),
+        ({"document_names": ["emma.txt"]}, "books, 1 document, stride 256"),
+        ({"split": "train", "column": "code"}, "books, split train, column code, 2 documents, str"),
+        ({"seed": 7}, "books, 2 documents, seed 7, stride 256"),
+    ],
 )
-def test_other_settings_make_another_table(run, change):
+def test_other_settings_make_another_table_whose_caption_says_so(run, change, said):
     tables = read_tables([run(row(value=8.0), row("coca", value=9.0, **change))])
     assert [[found["value"] for found in table.rows] for table in tables] == [[8.0], [9.0]]
+    assert tables[1].settings.startswith(said)
 
 
 def test_the_page_says_which_layers_of_a_model_are_special(page):
