@@ -433,9 +433,9 @@ def _shares(
 MEASUREMENT = Measurement(
     task="passkey",
     title="Passkey retrieval",
-    explanation="Share of prompts whose answer holds the five-digit number hidden in them; "
-    "greedy; higher is better. In brackets, where the number was scored without generation: nats "
-    "per digit; lower is better.",
+    explanation="Share of prompts in whose answer the hidden number is found; greedy; higher is "
+    "better. In brackets, where the number was scored without generation: nats per digit; lower is "
+    "better.",
     row=PasskeyRow,
     settings=_settings,
     cell=_cell,

@@ -409,6 +409,13 @@ def test_other_settings_make_another_table_whose_caption_says_so(run, change, sa
     assert tables[1].settings.startswith(said)
 
 
+def test_what_the_page_says_of_values_is_true_of_those_of_scripts(page):
+    made = page(row(variant="yarn"), row(variant="yarn", task="passkey", value=0.5))
+    assert "stride 256, yarn's windows and mean" in made
+    assert "scored once; where a table names a script, its windows and its mean instead" in made
+    assert "five-digit" not in made
+
+
 def test_the_page_says_which_layers_of_a_model_are_special(page):
     kept = {"coca_kept_layers": [2, 5], "coca_kept_window": 4096}
     coca = {"coca_constraint": "strict", "coca_content_pairs": 3, "coca_content_layers": [1]}
