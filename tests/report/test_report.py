@@ -198,6 +198,12 @@ def test_twice_as_many_models_as_colours_look_different(marked):
     assert len(seen) == len(looks)
 
 
+@pytest.mark.parametrize("marked", [True, False])
+def test_seven_rope_settings_look_different(marked):
+    looks = [look(Key("model", style=number, marked=marked)) for number in range(7)]
+    assert len({(one["linestyle"], one["marker"]) for one in looks}) == 7
+
+
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, 2 * FAR])
 def test_a_value_that_cannot_be_drawn_is_a_cross_at_the_upper_edge(value):
     plot = Plot([Curve(Key("model"), [512, 1024], [3.0, value])], "loss")
