@@ -470,3 +470,7 @@ def test_lengths_beyond_the_trained_one_are_warned_of_under_static_settings(dire
     assert f"{of_linear}; lengths 400 are beyond the 256" in warning
     warning = warn_beyond_trained(model, [default], [62, 63], 2)
     assert "lengths 63 and 2 new tokens are beyond the 64" in warning
+    assert warning.endswith("; --rope dynamic:4 extends it")
+    scaled = load(directory, "yarn", 4.0, original_max_position_embeddings=64)
+    warning = "lengths 257 are beyond the 256 tokens of --rope default, as the model was made"
+    assert warn_beyond_trained(scaled, [default], [256, 257]) == warning

@@ -107,6 +107,9 @@ def test_a_notice_says_that_a_model_has_hardly_been_trained(page):
     for tokens_seen, said in {0: True, 999_999_999: True, 10**9: False, None: False}.items():
         made = page(row("coca", tokens_seen=tokens_seen))
         assert (notice in made) == (f"coca: {tokens_seen or 0:,}. The paper" in made) == said
+    older = row("coca", task="recall", value=0.5, tokens_seen=7, date="2026-01-01T00:00:00+00:00")
+    made = page(row("coca", tokens_seen=8), older)
+    assert ("coca: 8. The paper" in made, "| 2,048 | 8 |" in made) == (True, True)
 
 
 def test_every_figure_is_a_png_for_a_paper_and_stands_in_the_markdown(report_html):
@@ -490,6 +493,8 @@ def test_a_notice_names_models_whose_files_or_documents_changed(page):
     said = "of its files; of each measurement the latest row is shown"
     assert f"llama: its rows are of 2 states {said}" in model
     assert "its documents" not in model
+    again = [row(**later | {"length": length, "fingerprint": "g"}) for length in (256, 512)]
+    assert "states of" not in page(*same, *again)
     text = page(*same, row(fingerprint="f", data_hash="u", **later))
     assert "llama: its rows are of 2 states of its documents" in text
     assert "its files" not in text
