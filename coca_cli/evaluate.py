@@ -264,7 +264,7 @@ def perplexity_command(
 ) -> None:
     """Perplexity of documents in sliding windows of each length.
 
-    Each token is scored once and counts the same.
+    Each token is scored once and counts the same, except with the --variant of a script.
     """
     from coca_hf.evaluate.loaded_model import check_choice
     from coca_hf.evaluate.perplexity import VARIANTS, perplexity_rows

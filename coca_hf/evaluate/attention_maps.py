@@ -21,7 +21,13 @@ from torch import Tensor
 from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.loaded_model import LoadedModel, Rope, check_vocabulary, use_rope_
+from coca_hf.evaluate.loaded_model import (
+    LoadedModel,
+    Rope,
+    check_same_dtype,
+    check_vocabulary,
+    use_rope_,
+)
 from coca_hf.evaluate.rows import (
     Batches,
     Beside,
@@ -63,8 +69,10 @@ def attention_map_rows(run: Run, baseline: LoadedModel, sample: Sample) -> Itera
     RoPE settings apply to both models. The maps of one document, (layers, h, length, length), are
     in memory for both models.
 
-    Raises CocaError if the baseline's family, layers, heads or vocabulary differ from the model's.
+    Raises CocaError if the baseline's family, layers, heads, vocabulary or dtype differ from the
+    model's.
     """
+    check_same_dtype(run.loaded, baseline)
     check_baseline(run.loaded, baseline, sample, f"--baseline {baseline.path}")
 
     def measure(rope: Rope, length: int, batches: Batches) -> tuple[dict, Raw]:
@@ -157,7 +165,7 @@ def _numbers(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 def _parts(table: Table) -> Iterator[Part]:
-    """Divergence of attention against layer, at the longest length of every line."""
+    """Divergence of attention against layer, at one length."""
     points = {}
     for name, heads in table.raw_of_longest("heads").items():
         layers: dict[int, list[float]] = {}
@@ -168,7 +176,7 @@ def _parts(table: Table) -> Iterator[Part]:
         yield table.by_layer(
             "attention-maps",
             "Divergence of attention against layer: the table beside it has the means.",
-            f"Divergence from the original's attention, mean over heads, against layer: "
+            f"Divergence from the original's attention, mean over heads, against layer{table.at}: "
             f"{table.settings}.",
             points,
             "divergence (nats)",

@@ -338,7 +338,7 @@ def _parts(tables: list[Table]) -> list[Part]:
 
 
 def _scenarios(table: Table) -> Grid:
-    """The share of each scenario (figure 3) at the longest length of each line."""
+    """The share of each scenario (figure 3), at one length."""
     lines = {}
     for name, row in table.longest.items():
         # A row with an error has no shares
@@ -363,7 +363,7 @@ def _angle_figure(table: Table, angles: Lines) -> Figure:
         "boundary-angle",
         "Histogram of the initial angle between query and key from 0 to 360 degrees, in bins of "
         "10: the table beside it has the share of each scenario.",
-        f"Initial angle between query and key, over all layers, heads and rotary pairs: "
+        f"Initial angle between query and key, over all layers, heads and rotary pairs{table.at}: "
         f"{table.settings}.",
         points,
         "share of pairs",
@@ -388,7 +388,7 @@ def _tau_figure(table: Table, angles: Lines) -> Figure:
         "boundary-tau",
         "Share of pairs whose score wrongly rises over the nearest τ tokens or more.",
         "Share of pairs whose score rises with distance, wrongly, over the nearest τ tokens or more "
-        "(τ: the boundary of scenario d).",
+        f"(τ: the boundary of scenario d){table.at}.",
         points,
         "share of pairs",
         x_label="boundary τ (tokens)",
@@ -414,7 +414,7 @@ def _layer_figures(table: Table, angles: Lines) -> list[Figure]:
             name=f"{table.named('boundary-layers')}-of-{panel}",
             alt=f"Share of pairs in scenario d by layer and head of {heat.title}.",
             caption=f"Share of pairs in scenario d in {heat.title}, by layer (across) and head "
-            f"(down).",
+            f"(down){table.at}.",
             drawing=replace(heat, top=max(known, default=1)),
             height=1.2 + 0.13 * len(heat.lines),
         )
@@ -440,7 +440,7 @@ def _decay_figure(table: Table, decays: Lines) -> Figure:
         "boundary-decay",
         "Upper bound of the attention score against the distance of query and key.",
         "Long-term decay: the bound of a score against the distance of query and key, mean over "
-        "layers; the bound of RoPE for models without CoCA, that of CoCA for strict.",
+        f"layers; the bound of RoPE for models without CoCA, that of CoCA for strict{table.at}.",
         points,
         "bound of the score",
         x_label="distance (tokens)",
@@ -449,8 +449,7 @@ def _decay_figure(table: Table, decays: Lines) -> Figure:
 
 
 def _settings(row: dict) -> str:
-    pairs = f"{row['pairs_per_document']} pairs of positions a document, seed {row['seed']}"
-    return f"{text_settings(row)}, {pairs}"
+    return f"{text_settings(row)}, {row['pairs_per_document']} pairs of positions a document"
 
 
 MEASUREMENT = Measurement(

@@ -132,8 +132,6 @@ def _passage(sample: Sample, copy_len: int, seed: int, case_number: int) -> Tens
 
 def _settings(row: dict) -> str:
     copied = f"passages of {data_of(row)}" if row.get("data") else "random tokens"
-    if row.get("column", "text") != "text":
-        copied += f", column {row['column']}"
     return f"{copied}, {row['cases']} cases per length, seed {row['seed']}"
 
 

@@ -249,13 +249,13 @@ def _target_logits(model: Any, input_ids: Tensor, scored_len: int) -> Tensor:
 
 
 def _parts(table: Table) -> Iterator[Part]:
-    """Harm against layer, at the longest length of every line, and the order to keep layers in."""
+    """Harm against layer, at one length, and the order to keep layers in."""
     found = table.raw_of_longest("layers")
     if found:
         yield table.by_layer(
             "layers",
             "Harm against layer: the table beside it has the divergence of the whole model.",
-            f"Harm of each layer's conversion: {table.settings}.",
+            f"Harm of each layer's conversion{table.at}: {table.settings}.",
             {name: [(e["layer"], e["harm"]) for e in some] for name, some in found.items()},
             "harm (nats per token)",
         )
@@ -272,7 +272,7 @@ def _whole(table: Table) -> Grid:
             numbers = [row.get(f"{prefix}{text}") for text in TEXTS]
             cells = ["" if number is None else f"{number:.2f}" for number in numbers]
             lines.append([label, *cells])
-    header = ["as they are", "perplexity", "second copy (nats)", "read again (nats)"]
+    header = [f"as they are{table.at}", "perplexity", "second copy (nats)", "read again (nats)"]
     return Grid(header, lines, numbers_from=1)
 
 
@@ -293,8 +293,7 @@ def _swaps(lines: list[dict]) -> Grid:
 
 
 def _settings(row: dict) -> str:
-    cases = f"{row['cases']} cases of each text, seed {row['seed']}"
-    return f"{text_settings(row)}, beside {row['baseline']}, {cases}"
+    return f"{text_settings(row)}, beside {row['baseline']}, {row['cases']} cases of each text"
 
 
 MEASUREMENT = Measurement(

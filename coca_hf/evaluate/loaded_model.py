@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -129,6 +129,16 @@ def check_vocabulary(loaded: LoadedModel, token_ids: torch.Tensor, where: str) -
         raise CocaError(
             f"{where}: got token id {largest} from the tokenizer of {loaded.path}, expected ids "
             f"below the model's vocabulary of {vocab_size}; the tokenizer belongs to another model"
+        )
+
+
+def check_same_dtype(loaded: LoadedModel, baseline: LoadedModel) -> None:
+    """Raise CocaError if the weights of two models that are compared have different types."""
+    ours, theirs = (str(one.model.dtype).removeprefix("torch.") for one in (loaded, baseline))
+    if ours != theirs:
+        raise CocaError(
+            f"--baseline {baseline.path}: got {theirs}, and {ours} of {loaded.path}, expected one "
+            f"dtype, so that only the models differ; add --dtype float32, or bfloat16"
         )
 
 
@@ -404,22 +414,27 @@ def warn_beyond_trained(
 ) -> str | None:
     """One line about lengths beyond what a static RoPE setting was made for, or None.
 
-    `default` is made for the config's `max_position_embeddings`, `linear` and `yarn` for that times
-    their factor. Dynamic NTK has no such length.
+    `default` is made for the config's `max_position_embeddings`, or what the config's own YaRN
+    reaches; `linear` and `yarn` for that times their factor. Dynamic NTK has no such length.
     """
     config = _text_config(model)
     made_for = getattr(config, "max_position_embeddings", None)
-    is_dynamic = (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "dynamic"
+    own = getattr(config, "rope_parameters", None) or {}
+    if made_for and own.get("rope_type") == "yarn":
+        made_for = max(made_for, (own.get("factor") or 1) * unscaled_len(config))
     parts = []
     for rope in ropes:
-        if not made_for or rope.kind == "dynamic" or is_dynamic:
+        if not made_for or "dynamic" in (rope.kind, own.get("rope_type")):
             continue
         reach = made_for * rope.factor
         if beyond := [str(length) for length in lengths if length + new_tokens > reach]:
             new = f" and {new_tokens} new tokens" if new_tokens else ""
             tokens = f"the {int(reach)} tokens of --rope {rope}"
             parts.append(f"lengths {', '.join(beyond)}{new} are beyond {tokens}")
-    remedy = "; --rope dynamic:4 extends it" if rotary_modules(model) else ""
+    remedy = ""
+    with suppress(CocaError):
+        check_rope(model, Rope("dynamic", 4.0))
+        remedy = "; --rope dynamic:4 extends it"
     return f"{'; '.join(parts)}, as the model was made{remedy}" if parts else None
 
 

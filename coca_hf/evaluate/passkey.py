@@ -59,7 +59,7 @@ from coca_hf.evaluate.rows import (
     last_trained_length,
 )
 from coca_hf.evaluate.tables import NBSP, Measurement, Table, against_length, grid_of
-from coca_hf.page import Bullets, Figure, Heat, Part
+from coca_hf.page import Bullets, Figure, Heat, Part, Text
 
 INSTRUCTION = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -375,7 +375,16 @@ def _sides(table: Table, cases: list[dict]) -> list[Part]:
 
 
 def _by_distance(table: Table, cases: list[dict]) -> list[Part]:
-    """Share found by the octave of the distance from the end of the prompt (figure 5)."""
+    """Share found by the octave of the distance from the end of the prompt (figure 5), over the
+    lengths that all lines have.
+    """
+    lengths_of: dict[str, set[int]] = {}
+    for case in cases:
+        lengths_of.setdefault(case["line"], set()).add(case["length"])
+    lengths = set.intersection(*lengths_of.values())
+    if not lengths:
+        return [Text("No length is common to all lines, so no share against the distance.")]
+    cases = [case for case in cases if case["length"] in lengths]
 
     def octave(case: dict) -> int:
         """The least power of two that is not below the distance."""
@@ -387,7 +396,8 @@ def _by_distance(table: Table, cases: list[dict]) -> list[Part]:
         "Share found against the distance from the passkey to the end of the prompt: the table "
         "beside it.",
         "Share found against the distance from the passkey to the end of the prompt, in tokens, "
-        "over all context lengths: each point is the octave up to its distance.",
+        f"over context lengths {', '.join(map(str, sorted(lengths)))}: each point is the octave up "
+        "to its distance.",
         _by_column(cases, octave),
         "distance",
         {edge: f"≤{NBSP}{edge}" for edge in sorted(set(map(octave, cases)))},
@@ -423,9 +433,9 @@ def _shares(
 MEASUREMENT = Measurement(
     task="passkey",
     title="Passkey retrieval",
-    explanation="Share of prompts whose answer holds the five-digit number hidden in them; "
-    "greedy; higher is better. In brackets, where the number was scored without generation: nats "
-    "per digit; lower is better.",
+    explanation="Share of prompts in whose answer the hidden number is found; greedy; higher is "
+    "better. In brackets, where the number was scored without generation: nats per digit; lower is "
+    "better.",
     row=PasskeyRow,
     settings=_settings,
     cell=_cell,

@@ -193,7 +193,7 @@ VARIANTS = {
 
 
 def _settings(row: dict) -> str:
-    variant = "" if row["variant"] == "sliding" else f", {row['variant']}"
+    variant = "" if row["variant"] == "sliding" else f", {row['variant']}'s windows and mean"
     return f"{text_settings(row)}, stride {row['asked_stride']}{variant}"
 
 
@@ -219,7 +219,8 @@ MEASUREMENT = Measurement(
     task="perplexity",
     title="Perplexity",
     explanation="Sliding window, window = context length; token-weighted over all documents; each "
-    "token scored once; lower is better.",
+    "token scored once; where a table names a script, its windows and its mean instead. Lower is "
+    "better.",
     row=PerplexityRow,
     settings=_settings,
     cell=perplexity_cell,

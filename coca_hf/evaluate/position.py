@@ -136,7 +136,7 @@ def _by_document(windows: list[Window], sums: list[list[float]], bucket: int) ->
 
 
 def _parts(table: Table) -> Iterator[Part]:
-    """Loss against the index of a token in the longest windows, and the perplexities."""
+    """Loss against the index of a token in windows of one length, and the perplexities."""
     points = {}
     for name, buckets in table.raw_of_longest("buckets").items():
         sums: dict[int, list[dict]] = {}
@@ -151,7 +151,7 @@ def _parts(table: Table) -> Iterator[Part]:
             "position-loss",
             "Loss in nats per token against the index of the token in its window: the "
             "table beside it says how the windows do as a whole.",
-            f"Loss against the token's index, in the longest windows: {table.settings}.",
+            f"Loss against the token's index{table.at}: {table.settings}.",
             points,
             "loss (nats per token)",
             marked=False,
@@ -164,7 +164,7 @@ def _parts(table: Table) -> Iterator[Part]:
 
 
 def _ranges(table: Table) -> list[Grid]:
-    """Perplexity by ranges of the token's index, at the longest length of every line."""
+    """Perplexity by ranges of the token's index, at one length."""
     lines = {
         name: {
             (one["first"], one["end"]): MEASUREMENT.show({"value": one["perplexity"]})
@@ -174,7 +174,8 @@ def _ranges(table: Table) -> list[Grid]:
     }
     columns = sorted({column for cells in lines.values() for column in cells})
     names = {(first, end): f"{first:,} to {end:,}" for first, end in columns}
-    return [grid_of("perplexity of tokens", lines, names)] if len(columns) > 1 else []
+    corner = f"perplexity of tokens{table.at}"
+    return [grid_of(corner, lines, names)] if len(columns) > 1 else []
 
 
 MEASUREMENT = Measurement(

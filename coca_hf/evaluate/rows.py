@@ -400,12 +400,15 @@ def command_line() -> str:
 
 
 def made_otherwise(rows: list[dict]) -> str | None:
-    """One line about rows that other versions of `PACKAGES` or another commit made, or None."""
-    here = versions(*PACKAGES) | {"coca-hf commit": commit()}
+    """One line about rows that other versions of `PACKAGES`, of lm-eval if they are of its tasks, or
+    another commit made, or None.
+    """
+    here = versions(*PACKAGES, "lm-eval") | {"coca-hf commit": commit()}
+    lm_eval = {"lm-eval": here.get("lm-eval")}  # of rows that do not name it
     del here["python"]
     others = []
     for row in rows:
-        made = row.get("versions", {}) | {"coca-hf commit": row.get("commit")}
+        made = lm_eval | row.get("versions", {}) | {"coca-hf commit": row.get("commit")}
         differ = [name for name in here if made.get(name) != here[name]]
         others.append([f"{name} {made.get(name) or 'unknown'}" for name in differ])
     count = sum(map(bool, others))

@@ -27,7 +27,7 @@ from accelerate.utils.memory import clear_device_cache
 from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.loaded_model import LoadedModel, Rope, processes, use_rope_
+from coca_hf.evaluate.loaded_model import LoadedModel, Rope, check_same_dtype, processes, use_rope_
 from coca_hf.evaluate.perplexity import only_last
 from coca_hf.evaluate.progress import Progress
 from coca_hf.evaluate.rows import (
@@ -95,8 +95,8 @@ def speed_rows(
 
     Pairs that the store has are not measured again. By default, batches have one sequence.
 
-    Raises CocaError on several processes, for a baseline that rows could not tell from the model,
-    and for decoding with a model that keeps no keys and values.
+    Raises CocaError on several processes, for a baseline that rows could not tell from the model or
+    that has another dtype, and for decoding with a model that keeps no keys and values.
     """
     if (found := processes().num_processes) > 1:
         reason = "a timing is of one device, and others beside it would slow it down"
@@ -110,6 +110,8 @@ def speed_rows(
             f"--baseline {baseline.path}: got the model itself, expected another; give it a "
             f"--baseline-name to time one against itself"
         )
+    if baseline:
+        check_same_dtype(loaded, baseline)
     loaded_models = ([baseline] if baseline else []) + [loaded]
 
     def settings_of(each: LoadedModel, mode: str, rope: Rope, length: int) -> dict:

@@ -107,9 +107,31 @@ class Table:
         }
 
     @property
+    def common_length(self) -> int | None:
+        """The longest length at which all lines that have values have one, if any."""
+        known = [
+            lengths
+            for rows in self.series.values()
+            if (lengths := {row["length"] for row in rows if row["value"] is not None})
+        ]
+        return max(set.intersection(*known), default=None) if known else None
+
+    @property
+    def at(self) -> str:
+        """The `common_length` in words, for captions."""
+        return f", at length {self.common_length}" if self.common_length else ""
+
+    @property
     def longest(self) -> dict[str, dict]:
-        """The row of the longest length of every line."""
-        return {name: rows[-1] for name, rows in self.series.items()}
+        """The row of every line at the `common_length`. A line without it has its longest one that
+        has a value, and a name with its length.
+        """
+        common, found = self.common_length, {}
+        for name, rows in self.series.items():
+            known = [row for row in rows if row["value"] is not None] or rows
+            row = next((row for row in rows if row["length"] == common), known[-1])
+            found[name if row["length"] == common else f"{name} at {row['length']}"] = row
+        return found
 
     def named(self, name: str) -> str:
         """The name of a figure, unique among those of all tables."""
@@ -121,9 +143,10 @@ class Table:
         """
         models = list(dict.fromkeys(map(_identity, self.rows)))
         ropes = list(dict.fromkeys(["default", *(row["rope"] for row in self.rows)]))
+        row_of = {name: rows[0] for name, rows in self.series.items()} | self.longest
         curves = []
         for name, some in points.items():
-            row = self.longest[name]
+            row = row_of[name]
             color = models.index(_identity(row))
             key = Key(name, color, ropes.index(row["rope"]), marked=marked)
             curves.append(Curve(key, *map(list, zip(*some, strict=True))))
@@ -196,7 +219,7 @@ class Table:
             ) from error
 
     def raw_of_longest(self, name: str) -> dict[str, list[dict]]:
-        """The lines of a raw table for every line of the table, at its longest length."""
+        """The lines of a raw table for the rows of `longest`."""
         found = {line: self.read_raw(row, name) for line, row in self.longest.items()}
         return {line: some for line, some in found.items() if some}
 
@@ -206,16 +229,22 @@ def _identity(row: dict) -> tuple:
 
 
 def text_settings(row: dict) -> str:
-    """The documents of a row in words: their source, their number and where they are cut."""
+    """The documents of a row in words: their source, their number, where they are cut, and the seed
+    if it is not 0.
+    """
     count = len(row["document_names"])
     cut = f" cut to {row['max_tokens']} tokens" if row["max_tokens"] else ""
-    return f"{data_of(row)}, {count} document{'s' * (count > 1)}{cut}"
+    seed = f", seed {row['seed']}" if row["seed"] else ""
+    return f"{data_of(row)}, {count} document{'s' * (count > 1)}{cut}{seed}"
 
 
 def data_of(row: dict) -> str:
-    """The source of documents, with the subset and revision of a data set on the hub."""
+    """The source of documents, with its options that are not the defaults."""
     asked = {"subset": row.get("subset"), "revision": row.get("data_revision")}
-    return ", ".join([row["data"], *(f"{name} {value}" for name, value in asked.items() if value)])
+    asked |= {name: row.get(name) for name in ("split", "column")}
+    usual = {"split": "test", "column": "text"}
+    given = [f"{key} {value}" for key, value in asked.items() if value and value != usual.get(key)]
+    return ", ".join([row["data"], *given])
 
 
 def each_table(parts: Callable[["Table"], Iterable[Part]]) -> Callable[[list["Table"]], list[Part]]:

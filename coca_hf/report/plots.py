@@ -19,7 +19,7 @@ from coca_hf.page import FAR, Curve, Heat, Key, Plot
 # After Okabe and Ito, for colour-blind readers; three are darker, for a contrast of 3 on white
 COLORS = ("#0072b2", "#d55e00", "#009068", "#b8578f", "#2e8bc0", "#a87000", "#444444")
 DASHES = ("-", "--", ":", "-.")
-MARKERS = ("o", "s", "^", "D")
+MARKERS = ("o", "s", "^", "D", "v")  # one more than dashes, so that 20 pairs differ
 PUBLISHED_MARKERS = ("v", "<", ">", "P", "X", "p", "*", "d", "1", "+", "2")
 INK, MUTED, FAINT, PAPER = "#1b1b1b", "#5f5f5f", "#d9d9d9", "#ffffff"
 CSS_NAMES = {INK: "ink", MUTED: "muted", FAINT: "faint", PAPER: "paper"} | {
@@ -72,7 +72,8 @@ def look(key: Key) -> dict[str, Any]:
         line = {"color": MUTED, "linestyle": (0, (2, 2)), "linewidth": 1.2}
         return line | {"marker": marker, "markersize": 4.5}
     hollow = key.color >= len(COLORS)
-    marker = MARKERS[key.style % len(MARKERS)] if key.marked or hollow else ""
+    marked = key.marked or hollow or key.style >= len(DASHES)
+    marker = MARKERS[key.style % len(MARKERS)] if marked else ""
     line = {"color": COLORS[key.color % len(COLORS)], "linewidth": 2}
     line |= {"linestyle": DASHES[key.style % len(DASHES)], "marker": marker, "markersize": 5.5}
     return line | ({"markerfacecolor": PAPER} if hollow else {})

@@ -4,12 +4,13 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.loaded_model import check_choice
 from coca_hf.evaluate.measurements import MEASUREMENTS
-from coca_hf.evaluate.rows import ROWS, last_trained_length
+from coca_hf.evaluate.rows import ROWS, last_trained_length, latest
 from coca_hf.evaluate.tables import Measurement, Table, data_of
 from coca_hf.files import replace_text, replacing
 from coca_hf.page import Bullets, Code, Fold, Grid, Part, Section, Text, escape, markdown
@@ -89,7 +90,7 @@ def tables_markdown(tables: Sequence[Table]) -> str:
     for table in tables:
         about = table.measurement
         parts += [
-            escape(f"{about.title}: {table.settings}. {about.explanation}"),
+            escape(f"{about.title}: {table.settings}, {_dtypes(table)}. {about.explanation}"),
             markdown(table.grid()),
         ]
     rows = [row for table in tables for row in table.rows]
@@ -97,6 +98,15 @@ def tables_markdown(tables: Sequence[Table]) -> str:
     machines = "; ".join(dict.fromkeys(map(_surroundings, rows)))
     made = f"Measured by coca-eval from {dates[0]} to {dates[-1]} on {machines}."
     return "\n\n".join([*parts, escape(made)])
+
+
+def _dtypes(table: Table) -> str:
+    """The dtypes of a table's lines; if there are several, with the lines."""
+    models: dict[str, list[str]] = {}
+    for name, rows in table.series.items():
+        models.setdefault(rows[0]["dtype"], []).append(name)
+    of = {dtype: f" ({', '.join(names)})" * (len(models) > 1) for dtype, names in models.items()}
+    return ", ".join(dtype + names for dtype, names in of.items())
 
 
 def _measured(measurement: Measurement, tables: list[Table]) -> Section | None:
@@ -118,7 +128,7 @@ def _measured(measurement: Measurement, tables: list[Table]) -> Section | None:
 def _models(tables: Sequence[Table]) -> Section:
     """The models, how much they were trained, and what to know before comparing their numbers."""
     rows = [row for table in tables for row in table.rows]
-    found = {(row["model"], row["model_path"], row["dtype"]): row for row in rows}
+    found = latest(rows, itemgetter("model", "model_path", "dtype"))
     lines = []
     for (name, path, dtype), row in found.items():
         constraint, kept = row["coca_constraint"], row.get("coca_kept_layers")
@@ -137,7 +147,7 @@ def _models(tables: Sequence[Table]) -> Section:
         which = f"{name} ({path})" if name in tables[0].ambiguous else name
         lines.append([which, attention, dtype, f"{length:,}" if length else "", seen])
     header = ["model", "attention", "dtype", "trained length", "tokens seen"]
-    notices = [*_little_training(rows), *not_together(tables)]
+    notices = [*_little_training([*found.values()]), *not_together(tables)]
     grid = Grid(header, lines, numbers_from=3)
     return Section("Models", [grid, *(Text(notice, notice=True) for notice in notices)])
 
@@ -180,26 +190,28 @@ def _of_other_texts(tables: Sequence[Table]) -> list[str]:
     """
     notices = []
     for table in tables:
-        latest = max(table.rows, key=lambda row: row["date"])
+        last = max(table.rows, key=lambda row: row["date"])
         with_text = [row for row in table.rows if row.get("text_hash")]
-        if not latest.get("text_hash"):
+        if not last.get("text_hash"):
             continue
         where = f"{table.measurement.title}, {table.settings}"
-        other_text = [row for row in with_text if row["text_hash"] != latest["text_hash"]]
-        same_length = [row for row in with_text if row["length"] == latest["length"]]
-        other_tokens = [
-            row for row in same_length if row.get("data_hash") != latest.get("data_hash")
-        ]
-        names = ", ".join(dict.fromkeys(row["model"] for row in other_text or other_tokens))
+        other_text = [row for row in with_text if row["text_hash"] != last["text_hash"]]
+        newest = latest(with_text, itemgetter("length"))
+        other_tokens = dict.fromkeys(
+            f"{row['model']} reads other tokens of this text than {newest[row['length']]['model']}"
+            for row in with_text
+            if row.get("data_hash") != newest[row["length"]].get("data_hash")
+        )
         if other_text:
+            names = ", ".join(dict.fromkeys(row["model"] for row in other_text))
             notices.append(
                 f"{where}: the text of these documents changed before the latest number; measure "
                 f"{names} again to compare."
             )
         elif other_tokens:
             notices.append(
-                f"{where}: {names} reads other tokens of this text than {latest['model']}; losses "
-                "and perplexities per token cannot be compared."
+                f"{where}: {'; '.join(other_tokens)}; losses and perplexities per token cannot be "
+                "compared."
             )
     return notices
 

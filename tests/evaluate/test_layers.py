@@ -119,7 +119,10 @@ def test_command(tiny_llama_dir, tiny_coca_dir, books, tmp_path, coca_eval):
     page = (tmp_path / "page" / "report.md").read_text()
     assert "## Harm of each layer" in page
     assert "+ CoCA: keep first " in page
-    assert "| as they are | perplexity | second copy (nats) | read again (nats) |" in page
+    assert (
+        "| as they are, at length 30 | perplexity | second copy (nats) | read again (nats) |"
+        in page
+    )
     assert "| tiny-llama | " in page
     assert (tmp_path / "page" / "layers.png").is_file()
 

@@ -301,6 +301,18 @@ def test_trust_remote_code_also_applies_to_the_baseline(half, tmp_path, coca_eva
     assert (code, "copy" in stdout, "same" in stdout) == (0, True, True)
 
 
+@pytest.mark.parametrize("task", ["speed", "attention-maps --data BOOKS"])
+def test_a_baseline_of_another_dtype_is_refused(
+    task, checkpoint, tiny_llama_dir, books, tmp_path, coca_eval
+):
+    edit_config(checkpoint, dtype="bfloat16")
+    command = f"{task.replace('BOOKS', str(books))} --lengths 16 --out {tmp_path / 'out'}"
+    code, _, stderr = coca_eval(command, checkpoint, f"--baseline {tiny_llama_dir}")
+    assert (code, stderr.count("\n")) == (2, 1)
+    said = f"--baseline {tiny_llama_dir}: got float32, and bfloat16 of {checkpoint}, expected one"
+    assert said in stderr
+
+
 @pytest.mark.parametrize("model_type", ["half-llama", "llama"])
 def test_untrusted_code_is_refused_with_the_remedy(half, model_type):
     """Also if transformers knows the type but has another class for it than config.json."""
@@ -458,3 +470,7 @@ def test_lengths_beyond_the_trained_one_are_warned_of_under_static_settings(dire
     assert f"{of_linear}; lengths 400 are beyond the 256" in warning
     warning = warn_beyond_trained(model, [default], [62, 63], 2)
     assert "lengths 63 and 2 new tokens are beyond the 64" in warning
+    assert warning.endswith("; --rope dynamic:4 extends it")
+    scaled = load(directory, "yarn", 4.0, original_max_position_embeddings=64)
+    warning = "lengths 257 are beyond the 256 tokens of --rope default, as the model was made"
+    assert warn_beyond_trained(scaled, [default], [256, 257]) == warning

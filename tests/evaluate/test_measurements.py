@@ -12,7 +12,7 @@ SAID = {  # on the page, of the options of each
     "perplexity": "3 documents, stride 25",
     "position-loss": "3 documents, buckets of 10 tokens",
     "passkey": "7 cases per length, uniform depth, 3 new tokens, seed 0",
-    "boundary": "3 documents, 50 pairs of positions a document, seed 0",
+    "boundary": "3 documents, 50 pairs of positions a document",
     "copying": "Copied: random tokens, 5 cases per length, seed 0.",
     "recall": "lists of 8 lines, 5 cases per length, seed 0",
     "attention-maps": "3 documents, beside tiny-llama",

@@ -130,6 +130,14 @@ def test_the_page_and_a_later_run_use_the_same_row_of_a_measurement(tmp_path, da
     assert table.rows[0]["value"] == (8 if dates[0] > dates[1] else 9)
 
 
+def test_only_rows_of_its_tasks_are_told_apart_by_lm_eval(monkeypatch):
+    monkeypatch.setattr(rows, "versions", lambda *names: dict.fromkeys((*names, "python"), "1.0"))
+    row = {"versions": rows.versions(*rows.PACKAGES), "commit": rows.commit()}
+    older = row | {"versions": row["versions"] | {"lm-eval": "0.9"}}
+    assert rows.made_otherwise([row]) is None
+    assert "1 row was made before, with lm-eval 0.9; delete" in rows.made_otherwise([row, older])
+
+
 def test_documents_are_identified_by_their_tokens(tmp_path):
     """Wherever they are read from, as when a relative path leads there from another directory."""
     row = made.row(data="../books", data_hash="t")

@@ -107,6 +107,9 @@ def test_a_notice_says_that_a_model_has_hardly_been_trained(page):
     for tokens_seen, said in {0: True, 999_999_999: True, 10**9: False, None: False}.items():
         made = page(row("coca", tokens_seen=tokens_seen))
         assert (notice in made) == (f"coca: {tokens_seen or 0:,}. The paper" in made) == said
+    older = row("coca", task="recall", value=0.5, tokens_seen=7, date="2026-01-01T00:00:00+00:00")
+    made = page(row("coca", tokens_seen=8), older)
+    assert ("coca: 8. The paper" in made, "| 2,048 | 8 |" in made) == (True, True)
 
 
 def test_every_figure_is_a_png_for_a_paper_and_stands_in_the_markdown(report_html):
@@ -138,6 +141,43 @@ def test_numbers_drawn_from_raw_files_are_those_of_the_files(page):
     assert "CoCA-slack" not in made
 
 
+@pytest.mark.parametrize(
+    ("values", "at", "names", "lengths"),
+    [
+        ({1024: 9.0}, ", at length 1024", ("llama", "coca"), (1024, 1024)),
+        ({1024: 9.0, 4096: None}, ", at length 1024", ("llama", "coca"), (1024, 1024)),
+        ({1024: 9.0, 4096: 8.0}, ", at length 4096", ("llama", "coca"), (4096, 4096)),
+        ({512: 9.0}, "", ("llama at 512", "coca at 4096"), (512, 4096)),
+    ],
+)
+def test_all_lines_are_shown_at_one_length_or_say_theirs(page, values, at, names, lengths):
+    rows = []
+    for model, of_model in (("llama", values), ("coca", {1024: 9.0, 4096: 8.0})):
+        for length, value in of_model.items():
+            ends = ((0, 64), (64, length))
+            ranges = [{"first": a, "end": b, "perplexity": length} for a, b in ends if value]
+            made = {"length": length, "value": value, "ranges": ranges, "task": "position-loss"}
+            buckets = [{"first": 0, "tokens": 64, "nll": float(length)}]
+            rows.append((row(model, **made), "buckets", buckets) if value else row(model, **made))
+    made = page(*rows)
+    assert f"Loss against the token's index{at}: books" in made
+    assert f"| perplexity of tokens{at} | 0 to 64 | " in made
+    for name, length in zip(names, lengths, strict=True):
+        assert f"| {name} | {length}.00 | " in made
+
+
+def test_distances_are_counted_over_the_lengths_that_all_lines_have(page):
+    def made(model, length, correct):
+        shared = {"length": length, "value": 0.5, "task": "passkey"}
+        return row(model, **shared), "cases", cases_of(0.5, (200, correct))
+
+    llama, coca = made("llama", 256, True), made("coca", 4096, False)
+    both = page(llama, made("coca", 256, True), coca)
+    assert "in tokens, over context lengths 256: each point" in both
+    assert "| distance | ≤ 256 |\n| --- | ---: |\n| llama | 1.00 |\n| coca | 1.00 |" in both
+    assert "No length is common to all lines" in page(llama, coca)
+
+
 def test_contexts_and_perplexities_are_on_log_axes_and_published_curves_dashed(run):
     rows = run(row(value=7.0), row(length=4096, value=96731.2))
     (figure,) = read_page([rows], ["350m"]).figures()
@@ -159,6 +199,12 @@ def test_twice_as_many_models_as_colours_look_different(marked):
         for one in looks
     }
     assert len(seen) == len(looks)
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_seven_rope_settings_look_different(marked):
+    looks = [look(Key("model", style=number, marked=marked)) for number in range(7)]
+    assert len({(one["linestyle"], one["marker"]) for one in looks}) == 7
 
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, 2 * FAR])
@@ -338,8 +384,10 @@ def test_measurements_against_two_originals_of_one_name_are_both_shown(page, tas
 
 def test_tables_for_a_model_card_are_those_of_the_page(run):
     markdown = tables_markdown(read_tables([run(row(value=7.5), row(value=0.5, task="passkey"))]))
-    assert markdown.startswith("Perplexity: books, 2 documents, stride 256. Sliding window")
+    assert markdown.startswith("Perplexity: books, 2 documents, stride 256, float32. Slid")
     assert "| model | 512 |\n| --- | ---: |\n| llama | 7.50 |" in markdown
+    other = run(row(), row("coca", dtype="bfloat16"))
+    assert "256, float32 (llama), bfloat16 (coca). Slid" in tables_markdown(read_tables([other]))
     machine = "cpu (x86\\_64, 2 threads); torch 2.13.0, python 3.11.7."
     assert markdown.endswith(f"2026-01-02 on {machine}")
 
@@ -355,11 +403,26 @@ def test_a_value_that_is_none_is_explained_and_the_rest_is_shown(run, page, tmp_
 
 
 @pytest.mark.parametrize(
-    "change", [{"data": "other"}, {"asked_stride": 64}, {"document_names": ["emma.txt"]}]
+    ("change", "said"),
+    [
+        ({"data": "other"}, "other, 2 documents, stride 256"),
+        ({"asked_stride": 64}, "books, 2 documents, stride 64"),
+        ({"document_names": ["emma.txt"]}, "books, 1 document, stride 256"),
+        ({"split": "train", "column": "code"}, "books, split train, column code, 2 documents, str"),
+        ({"seed": 7}, "books, 2 documents, seed 7, stride 256"),
+    ],
 )
-def test_other_settings_make_another_table(run, change):
+def test_other_settings_make_another_table_whose_caption_says_so(run, change, said):
     tables = read_tables([run(row(value=8.0), row("coca", value=9.0, **change))])
     assert [[found["value"] for found in table.rows] for table in tables] == [[8.0], [9.0]]
+    assert tables[1].settings.startswith(said)
+
+
+def test_what_the_page_says_of_values_is_true_of_those_of_scripts(page):
+    made = page(row(variant="yarn"), row(variant="yarn", task="passkey", value=0.5))
+    assert "stride 256, yarn's windows and mean" in made
+    assert "scored once; where a table names a script, its windows and its mean instead" in made
+    assert "five-digit" not in made
 
 
 def test_the_page_says_which_layers_of_a_model_are_special(page):
@@ -430,6 +493,8 @@ def test_a_notice_names_models_whose_files_or_documents_changed(page):
     said = "of its files; of each measurement the latest row is shown"
     assert f"llama: its rows are of 2 states {said}" in model
     assert "its documents" not in model
+    again = [row(**later | {"length": length, "fingerprint": "g"}) for length in (256, 512)]
+    assert "states of" not in page(*same, *again)
     text = page(*same, row(fingerprint="f", data_hash="u", **later))
     assert "llama: its rows are of 2 states of its documents" in text
     assert "its files" not in text
@@ -472,7 +537,8 @@ def test_a_notice_names_models_that_read_older_text_or_other_tokens(
     page, text_hash, data_hash, said
 ):
     later = {"date": "2027-01-01T00:00:00+00:00", "text_hash": text_hash, "data_hash": data_hash}
-    made = page(row(text_hash="t", data_hash="d"), row("coca", **later))
+    longer = row("coca", **later | {"length": 8192, "date": "2027-01-02T00:00:00+00:00"})
+    made = page(row(text_hash="t", data_hash="d"), row("coca", **later), longer)
     assert [notice for notice in (OLDER, OTHER) if notice in made] == ([said] if said else [])
 
 
