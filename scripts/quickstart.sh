@@ -21,7 +21,8 @@ python scripts/quickstart_files.py "$out"
 
 say "3/7 Convert to CoCA: six layers keep their attention, the others are fitted to it"
 [ -d "$out/start" ] || coca-convert "$out"/downloads/*.gguf "$out/start" --keep-layers 16,17,18,19,20,23 \
-    --content-pairs auto --calibrate "$out/text/train/*.txt" --calibrate-passes 20  # 640 steps a layer
+    --content-pairs auto --calibrate "$out/text/train/*.txt" --calibrate-block 1024 \
+    --calibrate-passes 10  # 640 steps a layer
 
 say "4/7 Evaluate the original and the start"
 evaluate() { # MODEL NAME
@@ -37,7 +38,7 @@ evaluate "$out/original" "SmolLM2-135M"
 evaluate "$out/start" "+ CoCA, calibrated"
 
 say "5/7 Train on text and lookups, the original as the teacher"
-coca-train recipes/recover.yaml --out "$out/train" --resume training.bf16="$bf16" stages.recover.max_steps=40
+coca-train recipes/recover.yaml --out "$out/train" --resume training.bf16="$bf16" stages.recover.max_steps=32
 
 say "6/7 Evaluate the result"
 evaluate "$out/train/1-recover" "+ CoCA, recovered"
