@@ -13,6 +13,7 @@ Directories named `partial`, and hidden files with that ending, are unfinished. 
 leaves them, and the next one removes them.
 """
 
+import errno
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
@@ -38,6 +40,8 @@ RECIPE = "recipe.yaml"
 INPUTS = "inputs.json"
 STOPPED = "stopped.json"
 PARTIAL = "partial"
+# errno of an OSError that damage causes: none if we raise it, EINVAL if torch reads a cut-off file
+OF_DAMAGE = (None, errno.ENOENT, errno.EINVAL)
 MOST_CHANGES = 8  # that a message lists
 UNTOUCHED = "what was saved before is untouched: make room, then continue with --resume"
 LAYOUT = (  # keys that --resume may change: how steps are computed, skipped, kept and logged
@@ -234,12 +238,22 @@ def last_checkpoint(trainer_dir: Path) -> Path | None:
 
 @contextmanager
 def reading(checkpoint: Path) -> Iterator[None]:
-    """Turn what is raised for a damaged checkpoint into a CocaError."""
+    """Turn what is raised for a damaged checkpoint, and by the file system, into a CocaError."""
     try:
         yield
     except CocaError:
         raise
     except (Exception, CheckpointException) as error:  # the latter is not an Exception
+        cause = _cause(error)
+        if is_lost_process(error):
+            raise
+        if isinstance(cause, MemoryError | torch.OutOfMemoryError):
+            raise cause from None
+        if isinstance(cause, OSError) and cause.errno not in OF_DAMAGE:
+            raise CocaError(
+                f"{checkpoint}: cannot be read now ({_reason(error)[:200]}); nothing is known to be "
+                "wrong with it: run it again with --resume"
+            ) from error
         raise CocaError(
             f"{checkpoint}: cannot be read ({_reason(error)[:200]}); delete it: --resume then "
             "continues from the one before it, or starts the stage again"
@@ -329,7 +343,13 @@ def saving_to(directory: Path, what: str = "", num_bytes: int = 0) -> Iterator[N
         ) from error
 
 
+def _cause(error: BaseException) -> BaseException:
+    """The first error behind a CheckpointException, whose message has all processes' tracebacks."""
+    if isinstance(error, CheckpointException):
+        return next((failure for failure, _ in error.failures.values()), error)
+    return error
+
+
 def _reason(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):  # its message has the tracebacks of all processes
-        error = next((failure for failure, _ in error.failures.values()), error)
-    return f"{type(error).__name__}: {one_line(error)}"
+    cause = _cause(error)
+    return f"{type(cause).__name__}: {one_line(cause)}"
