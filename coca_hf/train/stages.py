@@ -122,11 +122,13 @@ def prepare_recipe(recipe: Recipe, world_size: int) -> tuple[Blocks, int]:
     num_blocks = recipe.num_blocks(world_size)
     with stop_on_signals() as stop:
         try:
-            return _corpus(recipe, stop.check).prepare(num_blocks), num_blocks
+            blocks = _corpus(recipe, stop.check).prepare(num_blocks)
         except Stopped as stopped:
             raise Stopped(
                 f"{recipe.data.prepared}: stopped by {stopped}; the same command continues"
             ) from None
+    announce("\n".join(blocks.read_of_sources()))
+    return blocks, num_blocks
 
 
 def _corpus(recipe: Recipe, check_stop: Callable[[], None]) -> Corpus:
@@ -193,6 +195,7 @@ def _ready(
     announce(
         f"data: {len(blocks):,} blocks, {size_in_words(blocks.num_bytes)}, in {blocks.directory}"
     )
+    announce("\n".join(blocks.read_of_sources()))
     if (found := len(blocks.held_out)) < recipe.data.held_out_blocks:
         announce(
             f"data.held_out_blocks: got text for {found:,} of {recipe.data.held_out_blocks:,}, because "
