@@ -48,9 +48,8 @@ from coca_hf.train.run_directory import (
     begin_out,
     check_inputs,
     check_out,
-    file_hash,
+    model_hashes,
     noted_inputs,
-    weights_hashes,
 )
 
 MODELS = ("model", "teacher", "tokenizer")  # keys of a recipe whose values may be on the hub
@@ -72,14 +71,15 @@ def preflight(
     resume: bool,
     until_the_end: ExitStack,
     stop: StopRequest,
-) -> tuple[Recipe, list[ResolvedStage], int]:
+) -> tuple[Recipe, list[ResolvedStage], int, dict[str, Any]]:
     """Check everything that can be known before the first stage, then begin OUT or continue it.
 
     Every process calls this. only: the one stage to run, or None. until_the_end: holds OUT's lock,
     the only file written before everything is checked.
 
     Returns the recipe with everything that it takes from the hub at this run's commits, the stages
-    to run, and the number of blocks of all stages up to the last of these.
+    to run, the number of blocks of all stages up to the last of these, and the main process's
+    inputs (`OUT/inputs.json`).
 
     Raises, in every process, CocaError for the first thing that does not work, and Stopped after a
     signal.
@@ -109,7 +109,7 @@ def preflight(
         raise Stopped(
             f"{out_dir}: stopped by {stopped} before the first stage; continue with --resume"
         ) from None
-    origins, commits = from_main_process(lambda: found)
+    origins, commits, inputs = from_main_process(lambda: found)
     recipe.data.pin_(commits)
     at_commits = _at(recipe, origins)
     directory = origins["model"][1] if recipe.model else None
@@ -117,7 +117,7 @@ def preflight(
         stage if stage.before else replace(stage, base=at_commits.start, base_directory=directory)
         for stage in chosen
     ]
-    return at_commits, chosen, num_blocks
+    return at_commits, chosen, num_blocks, inputs
 
 
 def _check_and_begin(
@@ -128,8 +128,10 @@ def _check_and_begin(
     num_blocks: int,
     resume: bool,
     check_stop: Callable[[], None],
-) -> tuple[dict[str, tuple[str, Path]], list[str | None]]:
-    """Returns where the recipe's models are (`located`), and the commits of its data sets."""
+) -> tuple[dict[str, tuple[str, Path]], list[str | None], dict[str, Any]]:
+    """Returns where the recipe's models are (`located`), the commits of its data sets, and what
+    `OUT/inputs.json` has.
+    """
     # Small files of OUT, and options alone
     check_out(given, out_dir, resume)
     if (before := chosen[0].before) and not before.is_complete:
@@ -170,15 +172,14 @@ def _check_and_begin(
     inputs["tokenizer"] = tokenizer_hash(corpus.tokenizer)
     for key, (_, directory) in origins.items():
         if key != "tokenizer" and key not in on_hub:
-            of_config = {"config.json": file_hash(directory / "config.json")}
-            inputs[key] = of_config | weights_hashes(directory, check_stop)
+            inputs[key] = model_hashes(directory, check_stop)
     if on_hub:
         inputs["hub"] = on_hub
     inputs["blocks"] = corpus.directory.name
     inputs["blocks_per_step"] = {stage.name: stage.blocks_per_step for stage in stages}
     check_inputs(out_dir, noted, inputs)
     begin_out(out_dir, given, inputs)
-    return origins, commits
+    return origins, commits, inputs
 
 
 def check_launcher() -> None:

@@ -15,6 +15,7 @@ leaves them, and the next one removes them.
 
 import errno
 import json
+import platform
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 import xxhash
+from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
@@ -166,6 +168,17 @@ def check_inputs(out_dir: Path, noted: dict[str, Any] | None, inputs: dict[str, 
         )
 
 
+def check_same(inputs: dict[str, Any], here: dict[str, Any]) -> None:
+    """Raises CocaError if some inputs of this process, `here`, are not those of the main one."""
+    theirs = _flat({key: inputs.get(key) for key in here})
+    if changes := _changes(theirs, _flat(here), ("is", "here")):
+        raise CocaError(
+            f"{platform.node()}, process {PartialState().process_index}: got other inputs than the "
+            f"main process: {changes}; copy the main process's, or keep them where all machines "
+            "see them"
+        )
+
+
 def begin_out(out_dir: Path, recipe: Recipe, inputs: dict[str, Any]) -> None:
     """Make the directory with its recipe and inputs, unless a run has begun there.
 
@@ -182,13 +195,17 @@ def begin_out(out_dir: Path, recipe: Recipe, inputs: dict[str, Any]) -> None:
         (out_dir / STOPPED).unlink(missing_ok=True)
 
 
-def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
+def _changes(
+    before: dict[str, Any], now: dict[str, Any], words: tuple[str, str] = ("was", "now")
+) -> str:
     def said(tree: dict[str, Any], key: str) -> str:
         value = tree.get(key, "absent")
         return value if isinstance(value, str) and len(value) < MOST_CHANGES * 20 else short(value)
 
     changed = [key for key in before | now if before.get(key) != now.get(key)]
-    listed = [f"{key} was {said(before, key)}, now {said(now, key)}" for key in changed]
+    listed = [
+        f"{key} {words[0]} {said(before, key)}, {words[1]} {said(now, key)}" for key in changed
+    ]
     more = [f"and {len(listed) - MOST_CHANGES:,} more"] if len(listed) > MOST_CHANGES else []
     return "; ".join(listed[:MOST_CHANGES] + more)
 
@@ -291,6 +308,12 @@ def read_record(directory: Path) -> dict[str, Any]:
                 f"{path}: got {key} {short(record[key])}; restore the file, or train that stage again"
             )
     return record
+
+
+def model_hashes(directory: Path, check_stop: Callable[[], None]) -> dict[str, str | None]:
+    """The xxh3_128 of a model's config and of its weights, by the files' names."""
+    of_config = {"config.json": file_hash(directory / "config.json")}
+    return of_config | weights_hashes(directory, check_stop)
 
 
 def weights_hashes(

@@ -59,8 +59,10 @@ from coca_hf.train.run_directory import (
     STOPPED,
     ResolvedStage,
     check_base,
+    check_same,
     file_hash,
     last_checkpoint,
+    model_hashes,
     read_record,
     reading,
     saved_checkpoints,
@@ -89,7 +91,7 @@ def run_recipe(
     a stage, after a checkpoint.
     """
     with stop_on_signals() as stop, ExitStack() as until_the_end, losing_processes():
-        recipe, stages, num_blocks = preflight(
+        recipe, stages, num_blocks, inputs = preflight(
             recipe, Path(out_dir), stage, resume, until_the_end, stop
         )
         complete = from_main_process(
@@ -103,7 +105,7 @@ def run_recipe(
                     _clear_trainer(each)  # a kill may have come between training.json and this
                 continue
             with _noting_a_stop(each):
-                ready = functools.partial(_ready, each, recipe, num_blocks, blocks)
+                ready = functools.partial(_ready, each, recipe, num_blocks, inputs, blocks)
                 blocks = main_process_first(ready, stop)
                 with _own_accelerator():
                     _run_stage(recipe, each, blocks, stop)
@@ -166,11 +168,14 @@ def _ready(
     stage: ResolvedStage,
     recipe: Recipe,
     num_blocks: int,
+    inputs: dict[str, Any],
     blocks: Blocks | None,
     check_stop: Callable[[], None],
 ) -> Blocks:
     """Check the weights that a stage starts from, and prepare the blocks unless an earlier stage
     has. Prints what is done, and where.
+
+    Raises CocaError if this machine has other text or another teacher than the main process.
     """
     check_stop()
     if PartialState().is_main_process:
@@ -178,6 +183,11 @@ def _ready(
     if blocks is not None:
         return blocks
     corpus = _corpus(recipe, check_stop)
+    if not PartialState().is_main_process:
+        here = {"sources": corpus.files, "blocks": corpus.directory.name}
+        if "teacher" in inputs and PartialState().is_local_main_process:
+            here["teacher"] = model_hashes(Path(str(recipe.teacher)), check_stop)
+        check_same(inputs, here)
     if corpus.has(num_blocks):
         blocks = corpus.blocks()
     else:
