@@ -65,6 +65,31 @@ def test_overrides_of_the_config_are_used_and_kept(kind, recipe_tree, tmp_path, 
     assert logged(plain)[0] != logged(result)[0]  # the first step already turns by other angles
 
 
+RAISED = "config.max_position_embeddings=256"
+YARN = "config.rope_parameters={rope_type: yarn, factor: 4.0}"
+LLAMA3 = "config.rope_parameters={rope_type: llama3, factor: 4.0, low_freq_factor: 1.0, high_freq_factor: 4.0}"
+
+
+@pytest.mark.parametrize("rope", [YARN, LLAMA3])
+def test_raised_positions_do_not_hide_the_trained_length_from_rope(recipe_path, rope):
+    own = "config.rope_parameters.original_max_position_embeddings"
+    raised, named, other = (
+        start_config(load_recipe(recipe_path, [RAISED, rope, *more]))
+        for more in ([], [f"{own}=64"], [f"{own}=32"])
+    )
+    assert raised.max_position_embeddings == 256
+    assert raised.rope_parameters == named.rope_parameters
+    assert other.rope_parameters["original_max_position_embeddings"] == 32
+
+
+def test_raised_positions_are_refused_with_dynamic_ntk_which_they_would_undo(recipe_path):
+    dynamic = "config.rope_parameters={rope_type: dynamic, factor: 4.0}"
+    assert start_config(load_recipe(recipe_path, [dynamic])).rope_parameters["factor"] == 4
+    message = "got 256 with rope_type dynamic, which .*, expected the checkpoint's 64; leave it out"
+    with pytest.raises(CocaError, match=message):
+        start_config(load_recipe(recipe_path, [dynamic, RAISED]))
+
+
 @pytest.fixture
 def scratch_path(recipe_tree, tiny_coca_dir, tmp_path):
     del recipe_tree["model"]
