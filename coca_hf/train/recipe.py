@@ -556,7 +556,14 @@ def _check_arguments(where: str, options: dict[str, Any]) -> None:
     kwargs = options.get("lr_scheduler_kwargs")
     if kwargs and options.get("lr_scheduler_type", "linear") == "linear":
         with _explained(f"{where}: lr_scheduler_kwargs of a linear schedule", kwargs):
-            LinearBounds.model_validate(kwargs)
+            bounds = LinearBounds.model_validate(kwargs)
+        rate = options.get("learning_rate", TrainingArguments.learning_rate)
+        for key, bound in bounds:
+            if bound > rate:
+                raise ValueError(
+                    f"{where}: got {key} {bound:g} of lr_scheduler_kwargs, expected at most the "
+                    f"learning_rate, {rate:g}; lower it too"
+                )
 
 
 def check_stage(stage: Stage, options: StageOptions, data: Data) -> None:

@@ -162,6 +162,9 @@ BAD_SETTINGS = {  # or several together
     f"training.{'x' * 5000}=1": "nearest:",
     "training.lr_scheduler_kwargs={end_lr: true}": "end_lr: got True, expected a number",
     "training.lr_scheduler_kwargs=fast": "lr_scheduler_kwargs of a linear schedule: got 'fast', expected a mapping",
+    "training.lr_scheduler_kwargs={start_lr: 0.002}": "stages.k: got start_lr 0.002 of lr_scheduler_kwargs, "
+    "expected at most the learning_rate, 0.001; lower it too",
+    "training.lr_scheduler_kwargs={end_lr: 6e-4}": "stages.full: got end_lr 0.0006 of lr_scheduler_kwargs, expected at",
     "stages.k.train=most": "stages.k.train: got 'most', expected all or a list of module names",
     "stages.k.lora.rank=3": "stages.k.lora: unknown key 'rank'; nearest: r",
     "training.max_steps=3": "changes nothing, because every stage has its own; override stages.k.max_steps instead",
