@@ -32,6 +32,7 @@ from coca_hf.convert.config import head_of
 from coca_hf.errors import CocaError, library_errors, nearest, one_line, short
 from coca_hf.files import locked
 from coca_hf.models.attention import layer_types
+from coca_hf.models.hub import without_paths
 from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES
 from coca_hf.train import model as models
 from coca_hf.train.data import Corpus, tokenizer_hash
@@ -50,6 +51,7 @@ from coca_hf.train.run_directory import (
     check_out,
     model_hashes,
     noted_inputs,
+    read_record,
 )
 
 MODELS = ("model", "teacher", "tokenizer")  # keys of a recipe whose values may be on the hub
@@ -160,6 +162,8 @@ def _check_and_begin(
     corpus = Corpus(recipe.data, models.start_tokenizer(recipe), config.vocab_size, check_stop)
     check_tokenizer(corpus.tokenizer, config)
     if notice := check_positions(recipe, config):
+        announce(notice)
+    if recipe.model and (notice := seen_before(recipe, origins["model"][1])):
         announce(notice)
     commits = corpus.pin_((noted or {}).get("commits"))
     if not corpus.has(num_blocks):  # prepared blocks need no sources
@@ -516,6 +520,18 @@ def check_positions(recipe: Recipe, config: PreTrainedConfig) -> str | None:
         f"{recipe.start} (max_position_embeddings): it was not trained on those beyond; if that is "
         f"intended, set config.max_position_embeddings={data.seq_len}, which the result keeps, or "
         "scale RoPE by config.rope_parameters"
+    )
+
+
+def seen_before(recipe: Recipe, start: Path) -> str | None:
+    """A notice if the model in `start` was trained on the blocks that the first stage begins with."""
+    record, now = read_record(start), without_paths(recipe.data.model_dump())
+    end, before = record.get("end_block"), record.get("recipe", {}).get("data", {})
+    if not end or any(before.get(key) != now[key] for key in ("sources", "seed", "seq_len")):
+        return None
+    return (
+        f"model: {recipe.start} has seen blocks 0 to {end - 1:,} of this data, which "
+        "this run repeats; for others, set data.seed to another number, or give other text"
     )
 
 

@@ -301,7 +301,8 @@ def read_record(directory: Path) -> dict[str, Any]:
     """A checkpoint's training.json, or {}. Raises CocaError if it is damaged."""
     path = directory / RECORD
     record = read_json(path) if path.exists() else {}
-    kinds = {"end_block": int, "weights_xxh3_128": dict, "config_xxh3_128": str, "stages": list}
+    kinds = {"end_block": int, "weights_xxh3_128": dict, "config_xxh3_128": str}
+    kinds |= {"stages": list, "recipe": dict}
     for key, kind in kinds.items():
         if not isinstance(record.get(key, kind()), kind):
             raise CocaError(

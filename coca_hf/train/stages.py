@@ -184,7 +184,7 @@ def _ready(
         return blocks
     corpus = _corpus(recipe, check_stop)
     if not PartialState().is_main_process:
-        here = {"sources": corpus.files, "blocks": corpus.directory.name}
+        here: dict[str, Any] = {"sources": corpus.files, "blocks": corpus.directory.name}
         if "teacher" in inputs and PartialState().is_local_main_process:
             here["teacher"] = model_hashes(Path(str(recipe.teacher)), check_stop)
         check_same(inputs, here)

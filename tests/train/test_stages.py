@@ -357,3 +357,16 @@ def test_what_a_run_does_otherwise_than_its_recipe_seems_to_say_is_announced(
     assert [printed.count(line) for line in ANNOUNCED.values()] == [
         int(other == setting) for other in ANNOUNCED
     ]
+
+
+@pytest.mark.parametrize("setting", [None, "data.seed=1", "data.seq_len=21"])
+def test_a_run_says_if_its_model_has_seen_its_blocks(
+    recipe_path, unbroken, tmp_path, capsys, setting
+):
+    settings = [f"model={unbroken / '1-k'}", *([setting] if setting else [])]
+    with interrupted_in_step(1):
+        run_recipe(load_recipe(recipe_path, settings), tmp_path / "out")
+    notice = (
+        f"model: {unbroken / '1-k'} has seen blocks 0 to 11 of this data, which this run repeats"
+    )
+    assert (notice in capsys.readouterr().out) == (setting is None)
