@@ -179,6 +179,8 @@ def _check_and_begin(
             inputs[key] = model_hashes(directory, check_stop)
     if on_hub:
         inputs["hub"] = on_hub
+    if recipe.teacher and (notice := unusual_teacher(recipe, inputs)):
+        announce(notice)
     inputs["blocks"] = corpus.directory.name
     inputs["blocks_per_step"] = {stage.name: stage.blocks_per_step for stage in stages}
     check_inputs(out_dir, noted, inputs)
@@ -474,11 +476,28 @@ def check_teacher(recipe: Recipe, student: PreTrainedConfig) -> None:
                 "was converted from"
             )
     trained = getattr(config, "max_position_embeddings", None) or math.inf
-    if (reach := data.skip_positions or 0) > trained:
+    key = "skip_positions" if data.skip_positions else "seq_len"
+    if (reach := getattr(data, key)) > trained:
         raise CocaError(
-            f"data.skip_positions: got {reach}, expected at most {trained}, the positions of the "
+            f"data.{key}: got {reach}, expected at most {trained}, the positions of the "
             f"teacher {teacher} (max_position_embeddings), from which the model learns"
         )
+
+
+def unusual_teacher(recipe: Recipe, inputs: dict[str, Any]) -> str | None:
+    """A notice if the teacher has the weights of the model, or is a CoCA model itself."""
+    weights = [
+        {file: digest for file, digest in inputs.get(key, {}).items() if file != "config.json"}
+        for key in ("model", "teacher")
+    ]
+    kind = models.load_config(str(recipe.teacher)).model_type
+    if recipe.teacher == recipe.model or (weights[0] and weights[0] == weights[1]):
+        what = "has the weights that the model begins with, which have nothing to teach it"
+    elif kind.startswith("coca_"):
+        what = f"is a CoCA model ({kind})"
+    else:
+        return None
+    return f"teacher: {recipe.teacher} {what}; expected the original, from before the conversion"
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:

@@ -359,6 +359,28 @@ def test_what_a_run_does_otherwise_than_its_recipe_seems_to_say_is_announced(
     ]
 
 
+TEACHERS = {
+    "a copy": "has the weights that the model begins with, which have nothing to teach it; expected",
+    "a result": "is a CoCA model (coca_llama); expected the original, from before the conversion",
+    "the original": None,
+}
+
+
+@pytest.mark.parametrize("kind", TEACHERS)
+def test_a_teacher_that_is_not_the_original_is_announced(
+    kind, recipe_path, tiny_coca_dir, tiny_llama_dir, unbroken, tmp_path, capsys
+):
+    teachers = {"the original": tiny_llama_dir, "a result": unbroken / "1-k"}
+    teacher = teachers.get(kind) or shutil.copytree(tiny_coca_dir, tmp_path / "copy")
+    settings = [f"teacher={teacher}", "stages.k.objective=distill"]
+    with interrupted_in_step(1):
+        run_recipe(load_recipe(recipe_path, settings), tmp_path / "out")
+    printed = capsys.readouterr().out
+    if TEACHERS[kind]:
+        assert f"teacher: {teacher} {TEACHERS[kind]}" in printed
+    assert printed.count("teacher: ") == (TEACHERS[kind] is not None)
+
+
 @pytest.mark.parametrize("setting", [None, "data.seed=1", "data.seq_len=21"])
 def test_a_run_says_if_its_model_has_seen_its_blocks(
     recipe_path, unbroken, tmp_path, capsys, setting

@@ -236,16 +236,20 @@ def test_blocks_that_skip_beyond_the_models_positions_are_refused(recipe_path):
         check_positions(recipe, config)
 
 
-def test_blocks_that_skip_beyond_the_teachers_positions_are_refused(
-    recipe_path, tiny_llama_dir, tiny_coca_dir
+@pytest.mark.parametrize("settings", [["skip_positions", "data.seq_len=32"], ["seq_len"]])
+def test_blocks_that_reach_beyond_the_teachers_positions_are_refused(
+    recipe_path, tiny_llama_dir, tiny_coca_dir, settings
 ):
+    key, *more = settings
     student = AutoConfig.from_pretrained(tiny_coca_dir, max_position_embeddings=128)
-    for skip in (65, 64):
-        settings = [f"data.skip_positions={skip}", "data.seq_len=32", f"teacher={tiny_llama_dir}"]
+    for reach in (65, 64):
+        settings = [*more, f"data.{key}={reach}", f"teacher={tiny_llama_dir}"]
         recipe = load_recipe(recipe_path, settings)
         assert check_positions(recipe, student) is None
-        if skip == 65:
-            message = r"got 65, expected at most 64, the positions of the teacher .*tiny-llama \("
+        if reach == 65:
+            message = (
+                rf"data\.{key}: got 65, expected at most 64, the positions of the teacher .*a \("
+            )
             with pytest.raises(CocaError, match=message):
                 check_teacher(recipe, student)
     check_teacher(recipe, student)
