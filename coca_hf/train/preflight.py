@@ -197,6 +197,12 @@ def check_launcher() -> None:
                 f"parallelism_config_{kind.lower()}_size: got {size}, expected 1: shard with "
                 "FSDP2, and set context_parallel_size in the recipe for blocks too long for one GPU"
             )
+    version = os.environ.get("FSDP_VERSION", "1")  # Accelerate's default
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and version != "2":
+        raise CocaError(
+            f"fsdp_version: got {version}, expected 2: FSDP1 rounds rotary frequencies to bfloat16; "
+            "launch with --config_file recipes/accelerate/8gpu.yaml, or set fsdp_version: 2 in yours"
+        )
 
 
 def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:

@@ -326,6 +326,8 @@ def global_batch_path(recipe_tree, tmp_path):
     """A recipe of two stages, a step each, whose file says 4 blocks a step."""
     recipe_tree["training"] |= {"per_device_train_batch_size": 2, "global_batch_size": 4}
     recipe_tree["stages"] = [stage | {"max_steps": 1} for stage in recipe_tree["stages"][:2]]
+    recipe_tree["stages"][0]["logging_steps"] = 1
+    del recipe_tree["stages"][1]["logging_steps"]
     (tmp_path / "global.yaml").write_text(yaml.safe_dump(recipe_tree))
     return tmp_path / "global.yaml"
 
@@ -342,6 +344,8 @@ ANNOUNCED = {
     "stages.k.global_batch_size=8": "stages.k: got 8 blocks a step, expected 4 as the recipe's file says",
     "teacher=ORIGINAL": "stages.k: learns nothing from the teacher: no objective is distill",
     "stages.k.warmup_steps=7": "stages.k: got warmup_steps 7 of 1 steps, expected fewer",
+    "training.seed=3": "stages.k: got seed 3, which draws adapters, dropout and noise, and has none of them here; data",
+    "training.logging_steps=2": "stages.k: keeps its own, not training.logging_steps=2; override it",
     "data.held_out_blocks=99": "data.held_out_blocks: got text for 16 of 99, because a tenth of",
 }
 
