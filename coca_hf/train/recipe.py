@@ -546,6 +546,9 @@ def _check_arguments(where: str, options: dict[str, Any]) -> None:
         check(key, options.get(key) is None or options[key] >= least, f"at least {least}")
     for key in (*_LEAST, "max_steps"):
         check(key, (options.get(key) or 0) < 2**31, "less than 2^31")
+    both = {"gradient_checkpointing", "activation_checkpointing"} <= options.keys()
+    one = "one of it and activation_checkpointing, two names of one option"
+    check("gradient_checkpointing", not both, one)
     check("learning_rate", options.get("learning_rate", 1.0) > 0, "a rate above 0")
     check("seed", 0 <= options.get("seed", 0) < 2**32, "0 to 2^32 - 1")
     parameters = inspect.signature(checkpoint).parameters.values()

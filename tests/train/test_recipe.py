@@ -4,6 +4,7 @@ import os
 
 import pytest
 import yaml
+from transformers import TrainingArguments
 
 from coca_hf import CocaError
 from coca_hf.train.recipe import load_recipe, recipe_text
@@ -194,6 +195,12 @@ BAD_SETTINGS = {  # or several together
     "stages.k.tf32=true": "stages.k: got tf32; torch has one setting for all stages: give training.tf32",
     (SHARED, "data.seq_len=70"): "2 with data.seq_len 70; expected a multiple of 4",
 }
+
+if "activation_checkpointing" in TrainingArguments.__dataclass_fields__:  # not in transformers 5.17
+    BOTH = ("training.gradient_checkpointing=true", "stages.k.activation_checkpointing=false")
+    BAD_SETTINGS[BOTH] = (
+        "stages.k: got gradient_checkpointing True, expected one of it and activation"
+    )
 
 
 @pytest.mark.parametrize("setting", BAD_SETTINGS, ids=lambda setting: str(setting)[:60])
