@@ -221,6 +221,17 @@ class Blocks:
         names = [self._data.sources[number].name for number in numbers]
         return ", ".join(f"{names.count(name)} of {name}" for name in dict.fromkeys(names))
 
+    def read_of_sources(self) -> list[str]:
+        """How far each source of documents is read, in words."""
+        lines = []
+        for number, read in self.state["sources"].items():
+            count = read["document"] + (read["character"] > 0)
+            last = f" ({read['name']})" if "name" in read else ""  # blocks of de2ea7b lack it
+            part = f"documents 1 to {count:,}{last}; what follows is not read"
+            part = "all documents" if read["is_read"] else part
+            lines.append(f"data: {self._data.sources[int(number)].name}: blocks of {part}")
+        return lines
+
     def check(self) -> None:
         """Raises Damaged if any file is not what was written."""
         for rows in self._rows.values():
@@ -375,7 +386,7 @@ class Corpus:
         """
         for source in self._texts.values():
             tokens = 0
-            for batch in batches(self._pieces(source, HeldOut(), 0, 0)):
+            for batch in batches(self._pieces(source, HeldOut(), {**UNREAD})):
                 tokens += len(self.encoder(batch))
                 if tokens >= self.data.seq_len:
                     break
@@ -487,15 +498,17 @@ class Corpus:
         return {number: source for number, source in enumerate(self.data.sources) if source.path}
 
     def _pieces(
-        self, source: Source, held_out: HeldOut | HeldOutTogether, document: int, character: int
+        self, source: Source, held_out: HeldOut | HeldOutTogether, read: dict[str, Any]
     ) -> Iterator[Piece]:
-        """The text to train on, from this place in the source."""
+        """The text to train on, from where `read` ends. Notes there the document's name."""
+        document, character = read["document"], read["character"]
         for number, content in enumerate(self._documents(source)):
             if number < document:
                 continue
             if len(content.text) > LARGE_DOCUMENT:
                 _name_large(content.where, len(content.text))
             text, _ = held_out.split(content.text)
+            read["name"] = content.name
             yield from pieces_of(text, number, character if number == document else 0)
 
     def _documents(self, source: Source) -> Iterator[Document]:
@@ -539,7 +552,7 @@ class Corpus:
         yield from range(rows.written)
         if read["is_read"]:
             return
-        for batch in batches(self._pieces(source, held_out, read["document"], read["character"])):
+        for batch in batches(self._pieces(source, held_out, read)):
             waiting = np.array(read["waiting"], dtype="int64")
             tokens = np.concatenate((waiting, self.encoder(batch).numpy()))
             first, whole = rows.written, len(tokens) // rows.width * rows.width

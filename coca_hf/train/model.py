@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -141,7 +142,7 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
     keeps the others.
 
     Raises CocaError for a field that the model's config does not have (naming the nearest) or of
-    another type, and for a factor of a RoPE type that has none.
+    another type, for a factor of a RoPE type that has none, and for more positions with dynamic NTK.
     """
     overrides = dict(recipe.config)
     if recipe.model is None:
@@ -170,6 +171,8 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
         merged[key] = {**before, **value} if isinstance(before, dict) else value
     if not merged:
         return config
+    if recipe.model is not None:
+        _keep_trained_length_(merged, config)
     vocab_size, rope = merged.get("vocab_size"), merged.get("rope_parameters")
     from_scratch = recipe.model is None
     if from_scratch and isinstance(vocab_size, int) and vocab_size < kept["vocab_size"]:
@@ -185,6 +188,26 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
         )
     with library_errors(f"config: {kind} does not take it"):
         return type(config)(**{**kept, **merged})
+
+
+def _keep_trained_length_(overrides: dict[str, Any], checkpoint: PreTrainedConfig) -> None:
+    """If a checkpoint's positions are raised, let its RoPE still be scaled from those that it was
+    trained on, in place: transformers would take the raised number for it.
+
+    Raises CocaError for dynamic NTK, whose config has one length only.
+    """
+    length = overrides.get("max_position_embeddings")
+    trained = getattr(checkpoint, "max_position_embeddings", None)
+    rope = overrides.get("rope_parameters", getattr(checkpoint, "rope_parameters", None))
+    if not (isinstance(length, int) and trained and length > trained and isinstance(rope, dict)):
+        return
+    if rope.get("rope_type") == "dynamic":
+        raise CocaError(
+            f"config.max_position_embeddings: got {length} with rope_type dynamic, which scales only "
+            f"what is longer, expected the checkpoint's {trained}; leave it out"
+        )
+    if rope.get("rope_type") in ("llama3", "yarn", "longrope"):
+        overrides["rope_parameters"] = {"original_max_position_embeddings": trained, **rope}
 
 
 def model_from_config(recipe: Recipe, attn_implementation: str | None = None) -> PreTrainedModel:

@@ -32,6 +32,7 @@ from coca_hf.convert.config import head_of
 from coca_hf.errors import CocaError, library_errors, nearest, one_line, short
 from coca_hf.files import locked
 from coca_hf.models.attention import layer_types
+from coca_hf.models.hub import without_paths
 from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES
 from coca_hf.train import model as models
 from coca_hf.train.data import Corpus, tokenizer_hash
@@ -48,9 +49,9 @@ from coca_hf.train.run_directory import (
     begin_out,
     check_inputs,
     check_out,
-    file_hash,
+    model_hashes,
     noted_inputs,
-    weights_hashes,
+    read_record,
 )
 
 MODELS = ("model", "teacher", "tokenizer")  # keys of a recipe whose values may be on the hub
@@ -72,14 +73,15 @@ def preflight(
     resume: bool,
     until_the_end: ExitStack,
     stop: StopRequest,
-) -> tuple[Recipe, list[ResolvedStage], int]:
+) -> tuple[Recipe, list[ResolvedStage], int, dict[str, Any]]:
     """Check everything that can be known before the first stage, then begin OUT or continue it.
 
     Every process calls this. only: the one stage to run, or None. until_the_end: holds OUT's lock,
     the only file written before everything is checked.
 
     Returns the recipe with everything that it takes from the hub at this run's commits, the stages
-    to run, and the number of blocks of all stages up to the last of these.
+    to run, the number of blocks of all stages up to the last of these, and the main process's
+    inputs (`OUT/inputs.json`).
 
     Raises, in every process, CocaError for the first thing that does not work, and Stopped after a
     signal.
@@ -109,7 +111,7 @@ def preflight(
         raise Stopped(
             f"{out_dir}: stopped by {stopped} before the first stage; continue with --resume"
         ) from None
-    origins, commits = from_main_process(lambda: found)
+    origins, commits, inputs = from_main_process(lambda: found)
     recipe.data.pin_(commits)
     at_commits = _at(recipe, origins)
     directory = origins["model"][1] if recipe.model else None
@@ -117,7 +119,7 @@ def preflight(
         stage if stage.before else replace(stage, base=at_commits.start, base_directory=directory)
         for stage in chosen
     ]
-    return at_commits, chosen, num_blocks
+    return at_commits, chosen, num_blocks, inputs
 
 
 def _check_and_begin(
@@ -128,8 +130,10 @@ def _check_and_begin(
     num_blocks: int,
     resume: bool,
     check_stop: Callable[[], None],
-) -> tuple[dict[str, tuple[str, Path]], list[str | None]]:
-    """Returns where the recipe's models are (`located`), and the commits of its data sets."""
+) -> tuple[dict[str, tuple[str, Path]], list[str | None], dict[str, Any]]:
+    """Returns where the recipe's models are (`located`), the commits of its data sets, and what
+    `OUT/inputs.json` has.
+    """
     # Small files of OUT, and options alone
     check_out(given, out_dir, resume)
     if (before := chosen[0].before) and not before.is_complete:
@@ -159,6 +163,8 @@ def _check_and_begin(
     check_tokenizer(corpus.tokenizer, config)
     if notice := check_positions(recipe, config):
         announce(notice)
+    if recipe.model and (notice := seen_before(recipe, origins["model"][1])):
+        announce(notice)
     commits = corpus.pin_((noted or {}).get("commits"))
     if not corpus.has(num_blocks):  # prepared blocks need no sources
         corpus.check()
@@ -170,15 +176,16 @@ def _check_and_begin(
     inputs["tokenizer"] = tokenizer_hash(corpus.tokenizer)
     for key, (_, directory) in origins.items():
         if key != "tokenizer" and key not in on_hub:
-            of_config = {"config.json": file_hash(directory / "config.json")}
-            inputs[key] = of_config | weights_hashes(directory, check_stop)
+            inputs[key] = model_hashes(directory, check_stop)
     if on_hub:
         inputs["hub"] = on_hub
+    if recipe.teacher and (notice := unusual_teacher(recipe, inputs)):
+        announce(notice)
     inputs["blocks"] = corpus.directory.name
     inputs["blocks_per_step"] = {stage.name: stage.blocks_per_step for stage in stages}
     check_inputs(out_dir, noted, inputs)
     begin_out(out_dir, given, inputs)
-    return origins, commits
+    return origins, commits, inputs
 
 
 def check_launcher() -> None:
@@ -190,6 +197,12 @@ def check_launcher() -> None:
                 f"parallelism_config_{kind.lower()}_size: got {size}, expected 1: shard with "
                 "FSDP2, and set context_parallel_size in the recipe for blocks too long for one GPU"
             )
+    version = os.environ.get("FSDP_VERSION", "1")  # Accelerate's default
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and version != "2":
+        raise CocaError(
+            f"fsdp_version: got {version}, expected 2: FSDP1 rounds rotary frequencies to bfloat16; "
+            "launch with --config_file recipes/accelerate/8gpu.yaml, or set fsdp_version: 2 in yours"
+        )
 
 
 def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
@@ -469,11 +482,28 @@ def check_teacher(recipe: Recipe, student: PreTrainedConfig) -> None:
                 "was converted from"
             )
     trained = getattr(config, "max_position_embeddings", None) or math.inf
-    if (reach := data.skip_positions or 0) > trained:
+    key = "skip_positions" if data.skip_positions else "seq_len"
+    if (reach := getattr(data, key)) > trained:
         raise CocaError(
-            f"data.skip_positions: got {reach}, expected at most {trained}, the positions of the "
+            f"data.{key}: got {reach}, expected at most {trained}, the positions of the "
             f"teacher {teacher} (max_position_embeddings), from which the model learns"
         )
+
+
+def unusual_teacher(recipe: Recipe, inputs: dict[str, Any]) -> str | None:
+    """A notice if the teacher has the weights of the model, or is a CoCA model itself."""
+    weights = [
+        {file: digest for file, digest in inputs.get(key, {}).items() if file != "config.json"}
+        for key in ("model", "teacher")
+    ]
+    kind = models.load_config(str(recipe.teacher)).model_type
+    if recipe.teacher == recipe.model or (weights[0] and weights[0] == weights[1]):
+        what = "has the weights that the model begins with, which have nothing to teach it"
+    elif kind.startswith("coca_"):
+        what = f"is a CoCA model ({kind})"
+    else:
+        return None
+    return f"teacher: {recipe.teacher} {what}; expected the original, from before the conversion"
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
@@ -515,6 +545,18 @@ def check_positions(recipe: Recipe, config: PreTrainedConfig) -> str | None:
         f"{recipe.start} (max_position_embeddings): it was not trained on those beyond; if that is "
         f"intended, set config.max_position_embeddings={data.seq_len}, which the result keeps, or "
         "scale RoPE by config.rope_parameters"
+    )
+
+
+def seen_before(recipe: Recipe, start: Path) -> str | None:
+    """A notice if the model in `start` was trained on the blocks that the first stage begins with."""
+    record, now = read_record(start), without_paths(recipe.data.model_dump())
+    end, before = record.get("end_block"), record.get("recipe", {}).get("data", {})
+    if not end or any(before.get(key) != now[key] for key in ("sources", "seed", "seq_len")):
+        return None
+    return (
+        f"model: {recipe.start} has seen blocks 0 to {end - 1:,} of this data, which "
+        "this run repeats; for others, set data.seed to another number, or give other text"
     )
 
 

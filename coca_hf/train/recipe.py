@@ -3,9 +3,9 @@
     model: checkpoints/smollm2-135m-coca      # a directory, or owner/name[@revision] on the hub
     data:
       seq_len: 2048                           # tokens in a block
-      sources:                                # weights: shares of the tokens; see documents.py
-        - {path: books/*.parquet, weight: 0.75}
-        - {path: code.jsonl, weight: 0.25, column: content}
+      sources:                                # weights: shares of the tokens, of the weights' sum
+        - {path: books/*.parquet, weight: 0.4}  # which files and data sets: documents.py
+        - {path: code.jsonl, weight: 0.1, column: content}
         - {synthetic: lookups, weight: 0.5}   # lookups in the text of the other sources: lookups.py
     training:                                 # TrainingArguments or StageOptions, for all stages
       learning_rate: 1.0e-4
@@ -335,6 +335,7 @@ class Recipe(StrictMapping):
     training: dict[str, Any] = Field(default={}, validate_default=True)
     stages: list[Stage] = Field(min_length=1)
     _batches_in_file: dict[str, int | None] = PrivateAttr({})  # of stages, without overrides
+    _shared_overrides: dict[str, str] = PrivateAttr({})  # that some stages do not see
 
     @field_validator("training")
     @classmethod
@@ -439,6 +440,10 @@ class Recipe(StrictMapping):
         batch = self._batches_in_file.get(stage.name)
         return batch if batch != self.stage_options(stage).global_batch_size else None
 
+    def overrides_without_effect(self, stage: Stage) -> list[str]:
+        """The overrides for all stages that do not reach this one, which has its own."""
+        return [given for key, given in self._shared_overrides.items() if key in stage.training]
+
     def to_dict(self) -> dict[str, Any]:
         tree = self.model_dump(exclude={"stages"}, exclude_none=True)
         stages = [
@@ -466,6 +471,8 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     for override in overrides:
         section, _, key = override.partition("=")[0].partition(".")
         own = [stage.name for stage in recipe.stages if key.split(".")[0] in stage.training]
+        if section == "training" and own:
+            recipe._shared_overrides[key.split(".")[0]] = override
         if section == "training" and len(own) == len(recipe.stages):
             raise CocaError(
                 f"{override}: changes nothing, because every stage has its own; override "
@@ -539,6 +546,9 @@ def _check_arguments(where: str, options: dict[str, Any]) -> None:
         check(key, options.get(key) is None or options[key] >= least, f"at least {least}")
     for key in (*_LEAST, "max_steps"):
         check(key, (options.get(key) or 0) < 2**31, "less than 2^31")
+    both = {"gradient_checkpointing", "activation_checkpointing"} <= options.keys()
+    one = "one of it and activation_checkpointing, two names of one option"
+    check("gradient_checkpointing", not both, one)
     check("learning_rate", options.get("learning_rate", 1.0) > 0, "a rate above 0")
     check("seed", 0 <= options.get("seed", 0) < 2**32, "0 to 2^32 - 1")
     parameters = inspect.signature(checkpoint).parameters.values()
@@ -556,7 +566,14 @@ def _check_arguments(where: str, options: dict[str, Any]) -> None:
     kwargs = options.get("lr_scheduler_kwargs")
     if kwargs and options.get("lr_scheduler_type", "linear") == "linear":
         with _explained(f"{where}: lr_scheduler_kwargs of a linear schedule", kwargs):
-            LinearBounds.model_validate(kwargs)
+            bounds = LinearBounds.model_validate(kwargs)
+        rate = options.get("learning_rate", TrainingArguments.learning_rate)
+        for key, bound in bounds:
+            if bound > rate:
+                raise ValueError(
+                    f"{where}: got {key} {bound:g} of lr_scheduler_kwargs, expected at most the "
+                    f"learning_rate, {rate:g}; lower it too"
+                )
 
 
 def check_stage(stage: Stage, options: StageOptions, data: Data) -> None:

@@ -13,7 +13,9 @@ Directories named `partial`, and hidden files with that ending, are unfinished. 
 leaves them, and the next one removes them.
 """
 
+import errno
 import json
+import platform
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,7 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
+from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
@@ -38,6 +42,8 @@ RECIPE = "recipe.yaml"
 INPUTS = "inputs.json"
 STOPPED = "stopped.json"
 PARTIAL = "partial"
+# errno of an OSError that damage causes: none if we raise it, EINVAL if torch reads a cut-off file
+OF_DAMAGE = (None, errno.ENOENT, errno.EINVAL)
 MOST_CHANGES = 8  # that a message lists
 UNTOUCHED = "what was saved before is untouched: make room, then continue with --resume"
 LAYOUT = (  # keys that --resume may change: how steps are computed, skipped, kept and logged
@@ -162,6 +168,17 @@ def check_inputs(out_dir: Path, noted: dict[str, Any] | None, inputs: dict[str, 
         )
 
 
+def check_same(inputs: dict[str, Any], here: dict[str, Any]) -> None:
+    """Raises CocaError if some inputs of this process, `here`, are not those of the main one."""
+    theirs = _flat({key: inputs.get(key) for key in here})
+    if changes := _changes(theirs, _flat(here), ("is", "here")):
+        raise CocaError(
+            f"{platform.node()}, process {PartialState().process_index}: got other inputs than the "
+            f"main process: {changes}; copy the main process's, or keep them where all machines "
+            "see them"
+        )
+
+
 def begin_out(out_dir: Path, recipe: Recipe, inputs: dict[str, Any]) -> None:
     """Make the directory with its recipe and inputs, unless a run has begun there.
 
@@ -178,13 +195,17 @@ def begin_out(out_dir: Path, recipe: Recipe, inputs: dict[str, Any]) -> None:
         (out_dir / STOPPED).unlink(missing_ok=True)
 
 
-def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
+def _changes(
+    before: dict[str, Any], now: dict[str, Any], words: tuple[str, str] = ("was", "now")
+) -> str:
     def said(tree: dict[str, Any], key: str) -> str:
         value = tree.get(key, "absent")
         return value if isinstance(value, str) and len(value) < MOST_CHANGES * 20 else short(value)
 
     changed = [key for key in before | now if before.get(key) != now.get(key)]
-    listed = [f"{key} was {said(before, key)}, now {said(now, key)}" for key in changed]
+    listed = [
+        f"{key} {words[0]} {said(before, key)}, {words[1]} {said(now, key)}" for key in changed
+    ]
     more = [f"and {len(listed) - MOST_CHANGES:,} more"] if len(listed) > MOST_CHANGES else []
     return "; ".join(listed[:MOST_CHANGES] + more)
 
@@ -234,12 +255,22 @@ def last_checkpoint(trainer_dir: Path) -> Path | None:
 
 @contextmanager
 def reading(checkpoint: Path) -> Iterator[None]:
-    """Turn what is raised for a damaged checkpoint into a CocaError."""
+    """Turn what is raised for a damaged checkpoint, and by the file system, into a CocaError."""
     try:
         yield
     except CocaError:
         raise
     except (Exception, CheckpointException) as error:  # the latter is not an Exception
+        cause = _cause(error)
+        if is_lost_process(error):
+            raise
+        if isinstance(cause, MemoryError | torch.OutOfMemoryError):
+            raise cause from None
+        if isinstance(cause, OSError) and cause.errno not in OF_DAMAGE:
+            raise CocaError(
+                f"{checkpoint}: cannot be read now ({_reason(error)[:200]}); nothing is known to be "
+                "wrong with it: run it again with --resume"
+            ) from error
         raise CocaError(
             f"{checkpoint}: cannot be read ({_reason(error)[:200]}); delete it: --resume then "
             "continues from the one before it, or starts the stage again"
@@ -270,13 +301,20 @@ def read_record(directory: Path) -> dict[str, Any]:
     """A checkpoint's training.json, or {}. Raises CocaError if it is damaged."""
     path = directory / RECORD
     record = read_json(path) if path.exists() else {}
-    kinds = {"end_block": int, "weights_xxh3_128": dict, "config_xxh3_128": str, "stages": list}
+    kinds = {"end_block": int, "weights_xxh3_128": dict, "config_xxh3_128": str}
+    kinds |= {"stages": list, "recipe": dict}
     for key, kind in kinds.items():
         if not isinstance(record.get(key, kind()), kind):
             raise CocaError(
                 f"{path}: got {key} {short(record[key])}; restore the file, or train that stage again"
             )
     return record
+
+
+def model_hashes(directory: Path, check_stop: Callable[[], None]) -> dict[str, str | None]:
+    """The xxh3_128 of a model's config and of its weights, by the files' names."""
+    of_config = {"config.json": file_hash(directory / "config.json")}
+    return of_config | weights_hashes(directory, check_stop)
 
 
 def weights_hashes(
@@ -329,7 +367,13 @@ def saving_to(directory: Path, what: str = "", num_bytes: int = 0) -> Iterator[N
         ) from error
 
 
+def _cause(error: BaseException) -> BaseException:
+    """The first error behind a CheckpointException, whose message has all processes' tracebacks."""
+    if isinstance(error, CheckpointException):
+        return next((failure for failure, _ in error.failures.values()), error)
+    return error
+
+
 def _reason(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):  # its message has the tracebacks of all processes
-        error = next((failure for failure, _ in error.failures.values()), error)
-    return f"{type(error).__name__}: {one_line(error)}"
+    cause = _cause(error)
+    return f"{type(cause).__name__}: {one_line(cause)}"

@@ -59,8 +59,10 @@ from coca_hf.train.run_directory import (
     STOPPED,
     ResolvedStage,
     check_base,
+    check_same,
     file_hash,
     last_checkpoint,
+    model_hashes,
     read_record,
     reading,
     saved_checkpoints,
@@ -89,7 +91,7 @@ def run_recipe(
     a stage, after a checkpoint.
     """
     with stop_on_signals() as stop, ExitStack() as until_the_end, losing_processes():
-        recipe, stages, num_blocks = preflight(
+        recipe, stages, num_blocks, inputs = preflight(
             recipe, Path(out_dir), stage, resume, until_the_end, stop
         )
         complete = from_main_process(
@@ -103,7 +105,7 @@ def run_recipe(
                     _clear_trainer(each)  # a kill may have come between training.json and this
                 continue
             with _noting_a_stop(each):
-                ready = functools.partial(_ready, each, recipe, num_blocks, blocks)
+                ready = functools.partial(_ready, each, recipe, num_blocks, inputs, blocks)
                 blocks = main_process_first(ready, stop)
                 with _own_accelerator():
                     _run_stage(recipe, each, blocks, stop)
@@ -122,11 +124,13 @@ def prepare_recipe(recipe: Recipe, world_size: int) -> tuple[Blocks, int]:
     num_blocks = recipe.num_blocks(world_size)
     with stop_on_signals() as stop:
         try:
-            return _corpus(recipe, stop.check).prepare(num_blocks), num_blocks
+            blocks = _corpus(recipe, stop.check).prepare(num_blocks)
         except Stopped as stopped:
             raise Stopped(
                 f"{recipe.data.prepared}: stopped by {stopped}; the same command continues"
             ) from None
+    announce("\n".join(blocks.read_of_sources()))
+    return blocks, num_blocks
 
 
 def _corpus(recipe: Recipe, check_stop: Callable[[], None]) -> Corpus:
@@ -164,11 +168,14 @@ def _ready(
     stage: ResolvedStage,
     recipe: Recipe,
     num_blocks: int,
+    inputs: dict[str, Any],
     blocks: Blocks | None,
     check_stop: Callable[[], None],
 ) -> Blocks:
     """Check the weights that a stage starts from, and prepare the blocks unless an earlier stage
     has. Prints what is done, and where.
+
+    Raises CocaError if this machine has other text or another teacher than the main process.
     """
     check_stop()
     if PartialState().is_main_process:
@@ -176,6 +183,11 @@ def _ready(
     if blocks is not None:
         return blocks
     corpus = _corpus(recipe, check_stop)
+    if not PartialState().is_main_process:
+        here: dict[str, Any] = {"sources": corpus.files, "blocks": corpus.directory.name}
+        if "teacher" in inputs and PartialState().is_local_main_process:
+            here["teacher"] = model_hashes(Path(str(recipe.teacher)), check_stop)
+        check_same(inputs, here)
     if corpus.has(num_blocks):
         blocks = corpus.blocks()
     else:
@@ -193,6 +205,7 @@ def _ready(
     announce(
         f"data: {len(blocks):,} blocks, {size_in_words(blocks.num_bytes)}, in {blocks.directory}"
     )
+    announce("\n".join(blocks.read_of_sources()))
     if (found := len(blocks.held_out)) < recipe.data.held_out_blocks:
         announce(
             f"data.held_out_blocks: got text for {found:,} of {recipe.data.held_out_blocks:,}, because "
@@ -285,6 +298,19 @@ def _announce_surprises(recipe: Recipe, stage: ResolvedStage) -> None:
         )
     if recipe.teacher and not stage.of_recipe.needs_teacher:
         announce(f"{where}: learns nothing from the teacher: no objective is distill")
+    for override in recipe.overrides_without_effect(stage.of_recipe):
+        announce(f"{where}: keeps its own, not {override}; override it there, too, if you mean it")
+    options, config = recipe.options(stage.of_recipe), models.start_config(recipe).to_dict()
+    is_random = stage.of_recipe.lora or options.get("neftune_noise_alpha")
+    if (
+        "seed" in options
+        and not is_random
+        and not any(config[key] for key in config if "drop" in key)
+    ):
+        announce(
+            f"{where}: got seed {options['seed']}, which draws adapters, dropout and noise, and has "
+            "none of them here; data.seed draws the blocks"
+        )
     max_steps = stage.arguments.max_steps
     if (warmup_steps := stage.arguments.get_warmup_steps(max_steps)) >= max_steps:
         announce(

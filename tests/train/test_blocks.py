@@ -122,6 +122,14 @@ def test_a_small_source_is_on_disk_once_for_any_number_of_passes(corpus):
     assert few.stat().st_size == many.stat().st_size < 100 * SEQ_LEN * 2
 
 
+def test_blocks_say_how_far_their_sources_are_read(corpus, words, digits):
+    # 18 of the first blocks and of the buffer, of documents of 299 characters and more
+    part = "blocks of documents 1 to 2 (1.txt); what follows is not read"
+    assert corpus().prepare(5).read_of_sources()[0] == f"data: {words.path}: {part}"
+    whole = [f"data: {source.path}: blocks of all documents" for source in (words, digits)]
+    assert corpus().prepare(400).read_of_sources() == whole
+
+
 def test_another_seed_length_weight_or_text_has_another_directory(
     corpus, sources, tiny_tokenizer, texts, tmp_path
 ):
@@ -344,6 +352,7 @@ def test_a_run_prepares_the_blocks_up_to_its_last_stage_and_says_where_they_and_
     (made,) = (path.parent for path in (tmp_path / "blocks").glob("*/state.json"))
     assert f"data: preparing 12 blocks in {made}\n" in printed  # 3 steps of 4
     assert re.search(rf"data: 12 blocks, 0\.0\d MB, in {made}\n", printed)
+    assert printed.count(": blocks of all documents\n") == 2
     assert "also holds" not in printed
     run_recipe(recipe, tmp_path / "out", resume=True)
     assert f"data: preparing 48 blocks in {made}\n" in capsys.readouterr().out

@@ -205,6 +205,17 @@ def test_several_processes_on_one_block_are_refused(train, tmp_path, monkeypatch
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("version", ["1", None])
+def test_fsdp1_which_rounds_rotary_frequencies_is_refused(train, tmp_path, monkeypatch, version):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # as `accelerate launch` does
+    monkeypatch.delenv("FSDP_VERSION", raising=False)
+    if version:
+        monkeypatch.setenv("FSDP_VERSION", version)
+    with pytest.raises(CocaError, match=r"fsdp_version: got 1, expected 2: .* fsdp_version: 2 in "):
+        train(stage=None)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_launcher_with_another_precision_than_the_stages_is_refused(
     train, recipe_path, tmp_path, monkeypatch
 ):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coca_hf import tokens
-from coca_hf.train import data, processes
+from coca_hf.train import data, processes, stages
 from coca_hf.train.data import Corpus
 from coca_hf.train.processes import EXIT_STOPPED
 from tests.train.layouts import DDP, Run, launch, succeed
@@ -52,7 +53,19 @@ def read_slowly():
 
 def with_disks_of_their_own():
     shared = Corpus.directory.fget
-    Corpus.directory = property(lambda self: shared(self).with_name(f"on-{os.environ['RANK']}"))
+    own = f"on-{os.environ['RANK']}"
+    Corpus.directory = property(lambda self: shared(self).parent / own / shared(self).name)
+
+
+def with_other_text():
+    if os.environ["RANK"] == "1":
+        Corpus._described = lambda self, file, known: f"hash of another {file.name}"
+
+
+def with_another_teacher():
+    os.environ["LOCAL_RANK"] = "0"  # as on another machine
+    if os.environ["RANK"] == "1":
+        stages.model_hashes = lambda directory, check_stop: {"config.json": "another"}
 
 
 def wait_until_it_prepares(launched, directory: Path) -> None:
@@ -72,9 +85,24 @@ def test_a_preparation_may_outlast_the_collectives_limit(arguments, real_unbroke
 def test_every_host_that_does_not_see_the_blocks_prepares_them(arguments, real_unbroken, tmp_path):
     succeed(tmp_path, [Run(arguments, DDP, with_disks_of_their_own)])
     assert logged(tmp_path / "out/1-k") == pytest.approx(logged(real_unbroken / "1-k"), abs=1e-4)
-    one, other = ((tmp_path / "prepared" / f"on-{rank}") for rank in (0, 1))
+    one, other = (next((tmp_path / "prepared" / f"on-{rank}").iterdir()) for rank in (0, 1))
     for name in ("order.bin", "source-0.bin", "source-1.bin", "held-out.bin"):
         assert (one / name).read_bytes() == (other / name).read_bytes()
+
+
+OTHERS = {
+    with_other_text: r"sources\.0\.topics\.jsonl is [\d,]+ bytes, xxh3_128 \w+, here hash of another t",
+    with_another_teacher: r"teacher\.config\.json is \w{32}, here another; teacher\.model",
+}
+
+
+@pytest.mark.parametrize("hook", OTHERS)
+def test_a_host_with_other_inputs_is_named_and_ends_all(arguments, tiny_llama_dir, tmp_path, hook):
+    settings = [f"teacher={tiny_llama_dir}", "stages.k.objective=distill"]
+    launched = launch(tmp_path, [Run([*arguments, *settings], DDP, hook)])
+    assert launched.wait(60) not in (0, None)
+    error = rf"process 1: got other inputs than the main process: {OTHERS[hook]}"
+    assert len(re.findall(error, launched.printed())) == 2, launched.printed()
 
 
 def test_an_error_of_the_process_that_prepares_ends_all_with_it(arguments, real_text, tmp_path):

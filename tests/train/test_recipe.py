@@ -4,6 +4,7 @@ import os
 
 import pytest
 import yaml
+from transformers import TrainingArguments
 
 from coca_hf import CocaError
 from coca_hf.train.recipe import load_recipe, recipe_text
@@ -162,6 +163,9 @@ BAD_SETTINGS = {  # or several together
     f"training.{'x' * 5000}=1": "nearest:",
     "training.lr_scheduler_kwargs={end_lr: true}": "end_lr: got True, expected a number",
     "training.lr_scheduler_kwargs=fast": "lr_scheduler_kwargs of a linear schedule: got 'fast', expected a mapping",
+    "training.lr_scheduler_kwargs={start_lr: 0.002}": "stages.k: got start_lr 0.002 of lr_scheduler_kwargs, "
+    "expected at most the learning_rate, 0.001; lower it too",
+    "training.lr_scheduler_kwargs={end_lr: 6e-4}": "stages.full: got end_lr 0.0006 of lr_scheduler_kwargs, expected at",
     "stages.k.train=most": "stages.k.train: got 'most', expected all or a list of module names",
     "stages.k.lora.rank=3": "stages.k.lora: unknown key 'rank'; nearest: r",
     "training.max_steps=3": "changes nothing, because every stage has its own; override stages.k.max_steps instead",
@@ -191,6 +195,12 @@ BAD_SETTINGS = {  # or several together
     "stages.k.tf32=true": "stages.k: got tf32; torch has one setting for all stages: give training.tf32",
     (SHARED, "data.seq_len=70"): "2 with data.seq_len 70; expected a multiple of 4",
 }
+
+if "activation_checkpointing" in TrainingArguments.__dataclass_fields__:  # not in transformers 5.17
+    BOTH = ("training.gradient_checkpointing=true", "stages.k.activation_checkpointing=false")
+    BAD_SETTINGS[BOTH] = (
+        "stages.k: got gradient_checkpointing True, expected one of it and activation"
+    )
 
 
 @pytest.mark.parametrize("setting", BAD_SETTINGS, ids=lambda setting: str(setting)[:60])

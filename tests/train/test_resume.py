@@ -353,6 +353,31 @@ def test_a_damaged_checkpoint_is_named(interrupted, tmp_path, damage, file):
         run_recipe(recipe, out, stage="k", resume=True)
 
 
+NOT_DAMAGE = [
+    (OSError(errno.ESTALE, "Stale handle"), CocaError, r"4: cannot be read now \(.* with --resu"),
+    (PermissionError(errno.EACCES, "No"), CocaError, r"4: cannot be read now \(PermissionError"),
+    (RuntimeError("Connection reset by peer"), CocaError, "another process of this run has ended"),
+    (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError, "CUDA out of memory"),
+    (MemoryError("too large"), MemoryError, "too large"),
+]
+
+
+@pytest.mark.parametrize(("error", "kind", "message"), NOT_DAMAGE)
+@pytest.mark.parametrize("reads", [trainer.DefaultLoadPlanner, Trainer])
+def test_a_whole_checkpoint_that_cannot_be_read_now_is_not_to_be_deleted(
+    interrupted, tmp_path, monkeypatch, error, kind, message, reads
+):
+    def fail(*args):
+        raise error
+
+    name = "_load_rng_state" if reads is Trainer else "load_bytes"
+    monkeypatch.setattr(reads, name, fail)
+    out = shutil.copytree(interrupted / "out", tmp_path / "out")
+    with pytest.raises(kind, match=message) as caught:
+        run_recipe(load_recipe(interrupted / "recipe.yaml"), out, stage="k", resume=True)
+    assert "delete" not in str(caught.value)
+
+
 @pytest.mark.parametrize("file", ["state/.metadata", "scheduler.pt", "rng_state.pth"])
 def test_the_command_does_not_execute_a_payload_in_a_checkpoint_that_it_resumes(
     file, interrupted, tmp_path, coca_train, capsys

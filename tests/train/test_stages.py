@@ -326,6 +326,8 @@ def global_batch_path(recipe_tree, tmp_path):
     """A recipe of two stages, a step each, whose file says 4 blocks a step."""
     recipe_tree["training"] |= {"per_device_train_batch_size": 2, "global_batch_size": 4}
     recipe_tree["stages"] = [stage | {"max_steps": 1} for stage in recipe_tree["stages"][:2]]
+    recipe_tree["stages"][0]["logging_steps"] = 1
+    del recipe_tree["stages"][1]["logging_steps"]
     (tmp_path / "global.yaml").write_text(yaml.safe_dump(recipe_tree))
     return tmp_path / "global.yaml"
 
@@ -342,6 +344,8 @@ ANNOUNCED = {
     "stages.k.global_batch_size=8": "stages.k: got 8 blocks a step, expected 4 as the recipe's file says",
     "teacher=ORIGINAL": "stages.k: learns nothing from the teacher: no objective is distill",
     "stages.k.warmup_steps=7": "stages.k: got warmup_steps 7 of 1 steps, expected fewer",
+    "training.seed=3": "stages.k: got seed 3, which draws adapters, dropout and noise, and has none of them here; data",
+    "training.logging_steps=2": "stages.k: keeps its own, not training.logging_steps=2; override it",
     "data.held_out_blocks=99": "data.held_out_blocks: got text for 16 of 99, because a tenth of",
 }
 
@@ -357,3 +361,38 @@ def test_what_a_run_does_otherwise_than_its_recipe_seems_to_say_is_announced(
     assert [printed.count(line) for line in ANNOUNCED.values()] == [
         int(other == setting) for other in ANNOUNCED
     ]
+
+
+TEACHERS = {
+    "a copy": "has the weights that the model begins with, which have nothing to teach it; expected",
+    "a result": "is a CoCA model (coca_llama); expected the original, from before the conversion",
+    "the original": None,
+}
+
+
+@pytest.mark.parametrize("kind", TEACHERS)
+def test_a_teacher_that_is_not_the_original_is_announced(
+    kind, recipe_path, tiny_coca_dir, tiny_llama_dir, unbroken, tmp_path, capsys
+):
+    teachers = {"the original": tiny_llama_dir, "a result": unbroken / "1-k"}
+    teacher = teachers.get(kind) or shutil.copytree(tiny_coca_dir, tmp_path / "copy")
+    settings = [f"teacher={teacher}", "stages.k.objective=distill"]
+    with interrupted_in_step(1):
+        run_recipe(load_recipe(recipe_path, settings), tmp_path / "out")
+    printed = capsys.readouterr().out
+    if TEACHERS[kind]:
+        assert f"teacher: {teacher} {TEACHERS[kind]}" in printed
+    assert printed.count("teacher: ") == (TEACHERS[kind] is not None)
+
+
+@pytest.mark.parametrize("setting", [None, "data.seed=1", "data.seq_len=21"])
+def test_a_run_says_if_its_model_has_seen_its_blocks(
+    recipe_path, unbroken, tmp_path, capsys, setting
+):
+    settings = [f"model={unbroken / '1-k'}", *([setting] if setting else [])]
+    with interrupted_in_step(1):
+        run_recipe(load_recipe(recipe_path, settings), tmp_path / "out")
+    notice = (
+        f"model: {unbroken / '1-k'} has seen blocks 0 to 11 of this data, which this run repeats"
+    )
+    assert (notice in capsys.readouterr().out) == (setting is None)

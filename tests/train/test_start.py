@@ -65,6 +65,31 @@ def test_overrides_of_the_config_are_used_and_kept(kind, recipe_tree, tmp_path, 
     assert logged(plain)[0] != logged(result)[0]  # the first step already turns by other angles
 
 
+RAISED = "config.max_position_embeddings=256"
+YARN = "config.rope_parameters={rope_type: yarn, factor: 4.0}"
+LLAMA3 = "config.rope_parameters={rope_type: llama3, factor: 4.0, low_freq_factor: 1.0, high_freq_factor: 4.0}"
+
+
+@pytest.mark.parametrize("rope", [YARN, LLAMA3])
+def test_raised_positions_do_not_hide_the_trained_length_from_rope(recipe_path, rope):
+    own = "config.rope_parameters.original_max_position_embeddings"
+    raised, named, other = (
+        start_config(load_recipe(recipe_path, [RAISED, rope, *more]))
+        for more in ([], [f"{own}=64"], [f"{own}=32"])
+    )
+    assert raised.max_position_embeddings == 256
+    assert raised.rope_parameters == named.rope_parameters
+    assert other.rope_parameters["original_max_position_embeddings"] == 32
+
+
+def test_raised_positions_are_refused_with_dynamic_ntk_which_they_would_undo(recipe_path):
+    dynamic = "config.rope_parameters={rope_type: dynamic, factor: 4.0}"
+    assert start_config(load_recipe(recipe_path, [dynamic])).rope_parameters["factor"] == 4
+    message = "got 256 with rope_type dynamic, which .*, expected the checkpoint's 64; leave it out"
+    with pytest.raises(CocaError, match=message):
+        start_config(load_recipe(recipe_path, [dynamic, RAISED]))
+
+
 @pytest.fixture
 def scratch_path(recipe_tree, tiny_coca_dir, tmp_path):
     del recipe_tree["model"]
@@ -211,16 +236,20 @@ def test_blocks_that_skip_beyond_the_models_positions_are_refused(recipe_path):
         check_positions(recipe, config)
 
 
-def test_blocks_that_skip_beyond_the_teachers_positions_are_refused(
-    recipe_path, tiny_llama_dir, tiny_coca_dir
+@pytest.mark.parametrize("settings", [["skip_positions", "data.seq_len=32"], ["seq_len"]])
+def test_blocks_that_reach_beyond_the_teachers_positions_are_refused(
+    recipe_path, tiny_llama_dir, tiny_coca_dir, settings
 ):
+    key, *more = settings
     student = AutoConfig.from_pretrained(tiny_coca_dir, max_position_embeddings=128)
-    for skip in (65, 64):
-        settings = [f"data.skip_positions={skip}", "data.seq_len=32", f"teacher={tiny_llama_dir}"]
+    for reach in (65, 64):
+        settings = [*more, f"data.{key}={reach}", f"teacher={tiny_llama_dir}"]
         recipe = load_recipe(recipe_path, settings)
         assert check_positions(recipe, student) is None
-        if skip == 65:
-            message = r"got 65, expected at most 64, the positions of the teacher .*tiny-llama \("
+        if reach == 65:
+            message = (
+                rf"data\.{key}: got 65, expected at most 64, the positions of the teacher .*a \("
+            )
             with pytest.raises(CocaError, match=message):
                 check_teacher(recipe, student)
     check_teacher(recipe, student)
