@@ -98,9 +98,6 @@ class CocaConfig(PreTrainedConfig):
                 "function; load the checkpoint with the version that wrote it, or convert the "
                 "original again"
             )
-        if (self.rope_parameters or {}).get("rope_type") == "default":
-            # coca-convert --ntk-length writes it, and transformers would warn of it at every load
-            self.ignore_keys_at_rope_validation = {"original_max_position_embeddings"}
         super().__post_init__(**kwargs)
         if self.coca_kept_layers:
             self.base_model_tp_plan = kept_plan(self.base_model_tp_plan)  # type: ignore[has-type]
@@ -160,6 +157,11 @@ class CocaConfig(PreTrainedConfig):
             if "sliding_window" in self.__dataclass_fields__:  # Mistral's default is 4096
                 fields["sliding_window"] = None
         return fields
+
+    def _validate_default_rope_parameters(self, rope_parameters, ignore_keys=None):
+        """As transformers', which would warn at every load of a key that `--ntk-length` writes."""
+        ignored = {*(ignore_keys or ()), "original_max_position_embeddings"}
+        super()._validate_default_rope_parameters(rope_parameters, ignore_keys=ignored)
 
     def validate_sizes(self):
         """Called by `@strict`. Raises ValueError for a size below 1, and for heads that cannot be

@@ -5,7 +5,14 @@ import copy
 import pytest
 import torch
 from torch.nn.functional import pad
-from transformers import DynamicCache, GPTNeoXConfig, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GPTNeoXConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    StaticCache,
+)
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -111,6 +118,17 @@ def test_a_cast_of_the_model_rounds_no_frequency(dtype, rope):
     rotary = CocaRotaryEmbedding(config_of(ROPES[rope])).to("cpu", dtype)
     got = rotary(torch.empty(0, dtype=dtype), positions)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_a_rope_type_given_at_loading_is_saved_and_loads_again(rope, tmp_path):
+    given, ids = model_of(rope).config.rope_parameters, tokens(1, 90)
+    tiny_model().save_pretrained(tmp_path / "plain")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", rope_parameters=given)
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert again.config.rope_parameters == given
+    assert torch.equal(again(ids).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
