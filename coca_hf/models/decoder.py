@@ -434,14 +434,15 @@ def positions(
     """Positions of the new tokens, (b or 1, m): tokens before them in the row, without padding."""
     new_len = inputs_embeds.shape[1]
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past_len : past_len + new_len]
+        seen = (attention_mask != 0).cumsum(-1)  # a mask may hold the segments' numbers
+        return (seen - 1).clamp(min=0)[:, past_len : past_len + new_len]
     return torch.arange(past_len, past_len + new_len, device=inputs_embeds.device)[None]
 
 
 def padding_on_the_left(attention_mask: Tensor | dict[str, Tensor] | None) -> Tensor | int:
     """Tokens before the first that a 2-d mask lets through, (b,); 0 without such a mask."""
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-        return (attention_mask.long().cumsum(-1) == 0).sum(-1)
+        return ((attention_mask != 0).cumsum(-1) == 0).sum(-1)
     return 0
 
 

@@ -131,6 +131,17 @@ def test_a_rope_type_given_at_loading_is_saved_and_loads_again(rope, tmp_path):
     assert torch.equal(again(ids).logits, model(ids).logits)
 
 
+@pytest.mark.parametrize("rope", ["default", "dynamic"])
+@pytest.mark.parametrize("value", [2, 0.5, True])
+def test_whatever_is_not_0_in_a_mask_is_a_token(rope, value):
+    model, ids, mask = model_of(rope), tokens(2, 90), torch.ones(2, 90, dtype=torch.long)
+    mask[0, :40] = 0
+    other = torch.where(mask == 1, value, 0).to(torch.tensor(value).dtype)
+    planned = {"rope_length": 100} if rope == "dynamic" else {}  # past the padding on the left
+    expected = model(ids, attention_mask=mask, **planned).logits
+    assert torch.equal(model(ids, attention_mask=other, **planned).logits, expected)
+
+
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
 def test_padded_rows_keep_their_angles_in_a_second_turn(rope):
     model = model_of(rope)
