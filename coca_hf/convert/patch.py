@@ -160,10 +160,13 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
     return model.train(training)
 
 
-def _parts(model: PreTrainedModel) -> tuple[dict[str, type], dict[str, int]]:
-    """The kinds of all modules, and which parameters there are, by name."""
+def _parts(model: PreTrainedModel) -> tuple[dict[str, type], dict[torch.nn.Parameter, str]]:
+    """The kinds of all modules by name, and the parameters with their names.
+
+    Parameters as keys are compared by identity, and a copy of the model has its own here.
+    """
     kinds = {name: type(module) for name, module in model.named_modules()}
-    return kinds, {name: id(parameter) for name, parameter in model.named_parameters()}
+    return kinds, {parameter: name for name, parameter in model.named_parameters()}
 
 
 def _check_movable(model: PreTrainedModel) -> None:

@@ -195,6 +195,15 @@ def test_unpatch_refuses_adapters_until_they_are_merged(model):
     assert type(model) is LlamaForCausalLM
 
 
+def test_a_copy_of_a_patched_model_is_unpatched_on_its_own(model):
+    ids = torch.arange(20)[None]
+    before = model(ids).logits
+    copied = copy.deepcopy(patch_(model, keep_original=True))
+    assert torch.equal(unpatch_(copied)(ids).logits, before)
+    assert type(model) is CocaLlamaForCausalLM
+    assert torch.equal(unpatch_(model)(ids).logits, before)
+
+
 def test_unpatch_refuses_to_lose_what_an_adapter_trained_beside_itself(model):
     """Merging leaves the trained copy of a module where peft has put it."""
     patch_(model, keep_original=True)
