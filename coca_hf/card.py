@@ -222,12 +222,13 @@ def needs_training(conversion: dict) -> bool:
 def _conversion(record: dict, base: str) -> str:
     """A list: what the last conversion did, and what earlier ones fitted and rotated otherwise."""
     parameters, later = record["parameters"], record.get("converted_layers")
-    earlier = record.get("earlier", [])
+    earlier, adapter = record.get("earlier", []), record.get("adapter", {})
+    trained_on = f" (trained on {adapter['trained_on']})" if "trained_on" in adapter else ""
     source = Path(record["source"]).name if earlier else base
     lines = {
         "source": f"{source}, {record['source_format']}",
         "converted": f"layers {numbers(later)}, which the source kept" if later else None,
-        "adapter": f"{record['adapter']['name']}, merged" if "adapter" in record else None,
+        "adapter": f"{adapter['name']}, merged{trained_on}" if adapter else None,
         "form": record["constraint"],
         "original attention": kept_in_words(record) if record.get("kept_layers") else None,
         "log scale": f"{record['log_scale']:g}" if "log_scale" in record else None,

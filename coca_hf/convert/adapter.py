@@ -51,6 +51,9 @@ class Adapter:
             on_error.callback(self.close)
             self.targets = self._check_names()
             self.record = {"name": directory.absolute().name, "xxh3_128": self._hash()}
+            if base := str(config.get("base_model_name_or_path") or ""):
+                is_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base)
+                self.record["trained_on"] = base if is_id else Path(base).name
             on_error.pop_all()
 
     def check(self, shapes: Mapping[str, Shape], tied: bool) -> None:

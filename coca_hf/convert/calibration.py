@@ -34,7 +34,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from coca_hf import models, tokens
 from coca_hf.convert.calibrate import (
     STEPS,
     FitTask,
@@ -57,7 +56,7 @@ from coca_hf.convert.layer_pairs import (
     batches,
     run_layer,
 )
-from coca_hf.convert.layout import Layout
+from coca_hf.convert.layout import Layout, code_hashes
 from coca_hf.convert.refit import blocks_to_refit_on, refit_outputs
 from coca_hf.convert.writer import PROCESS_BYTES, bytes_of
 from coca_hf.errors import CocaError
@@ -66,13 +65,6 @@ from coca_hf.held_out import Place
 from coca_hf.provenance import versions
 from coca_hf.tokens import skipped_positions
 
-# A change in these files can change a fit: the initialisation, the attention, the rotary angles, the
-# positions and the fit itself are there. Layers that other code fitted are not reused.
-CODE = [
-    *sorted(Path(__file__).parent.glob("*.py")),
-    *sorted(Path(models.__file__).parent.glob("*.py")),
-    Path(tokens.__file__),
-]
 AUTO_SHARE = 0.5  # `auto` keeps the fewest layers that cause this share of the summed harm
 CHUNK = 512  # tokens whose predictions are in memory at once
 
@@ -178,7 +170,7 @@ class Calibration:
             "held out": xxhash.xxh3_128_hexdigest(bytes_of(held_out)),
             "fit": [layout.config.coca_constraint, seed, passes, device, self.dtype],
             "chooses content": chooses_content,
-            "code": [xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in CODE],
+            "code": code_hashes(),
             # fitted tensors are float32, and do not depend on which other layers are kept
             "config": layout.config.to_dict() | dict.fromkeys(others),
             "versions": versions("torch", "transformers"),

@@ -11,12 +11,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib.metadata import version
+from pathlib import Path
 
 import torch
 import xxhash
 from torch import Tensor
 
+from coca_hf import models, tokens
 from coca_hf.convert.config import (
     FAMILIES,
     Family,
@@ -38,6 +39,13 @@ from coca_hf.models.rotary import rotary_dim
 from coca_hf.weights import HEADS, SINGLE, is_derived
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# A change in these files can change weights: the initialisation, the attention, the rotary angles, the
+# positions and the fit are there. Shards and fitted layers that other code made are not reused.
+CODE = [
+    *sorted(Path(__file__).parent.glob("*.py")),
+    *sorted(Path(models.__file__).parent.glob("*.py")),
+    Path(tokens.__file__),
+]
 MOST_ROUNDING = 0.1  # of the norm of a head of W_T: bfloat16 takes 0.002, so this is underflow
 
 
@@ -91,7 +99,7 @@ class Layout:
                 dtypes = self.dtype_of(target), self.source.dtype(target.source)
                 tensors.append((shard, dataclasses.astuple(target)[:4], *dtypes))
         configs = self.config.to_dict(), self.source.config
-        facts = tensors, configs, self.released, RULE, self.calibrated_from, version("coca-hf")
+        facts = tensors, configs, self.released, RULE, self.calibrated_from, code_hashes()
         return xxhash.xxh3_128_hexdigest(json.dumps(facts, default=str).encode())
 
     def num_bytes(self, *shards: str) -> int:
@@ -168,6 +176,10 @@ class Layout:
             return False
         blocks = zip(source.blocks(first), source.blocks(second), strict=True)
         return all(torch.equal(one.view(torch.uint8), two.view(torch.uint8)) for one, two in blocks)
+
+
+def code_hashes() -> list[str]:
+    return [xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in CODE]
 
 
 def check_tensors(

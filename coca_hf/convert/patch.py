@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Collection, Iterable
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from transformers import PreTrainedModel
@@ -17,9 +17,9 @@ from coca_hf.convert.config import (
 )
 from coca_hf.convert.initialise import Initialiser
 from coca_hf.convert.layout import check_tensors, stored_as
-from coca_hf.errors import CocaError
-from coca_hf.models.decoder import CocaPreTrainedModel
-from coca_hf.models.rotary import CocaRotaryEmbedding
+from coca_hf.errors import CocaError, short
+from coca_hf.models.decoder import CocaConfig, CocaPreTrainedModel
+from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES, CocaRotaryEmbedding
 from coca_hf.weights import HEADS
 
 # in the model's __dict__: its class and __dict__ before patch_, or None
@@ -54,8 +54,8 @@ def patch_(
     they are refused.
 
     Raises CocaError if the model is not a plain causal LM or classifier of a supported family
-    (already CoCA, quantized, compiled, sharded, wrapped), has hooks, or does not have all of its
-    weights in memory.
+    (already CoCA, quantized, compiled, sharded, wrapped), has hooks, does not have all of its
+    weights in memory, or computes with other numbers than its config says.
     """
     if isinstance(model, CocaPreTrainedModel):
         raise CocaError("patch_: got a CoCA model already; there is nothing to patch")
@@ -87,6 +87,7 @@ def patch_(
     )
     if keep_window is not None:
         config = with_kept_window(config, keep_window, "patch_: model.config")
+    _check_angles(model, config)
     config._attn_implementation = model.config._attn_implementation
     source = dict(model.named_parameters())
     shapes = {name: tuple(p.shape) for name, p in source.items()}
@@ -160,18 +161,27 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
     return model.train(training)
 
 
-def _parts(model: PreTrainedModel) -> tuple[dict[str, type], dict[str, int]]:
-    """The kinds of all modules, and which parameters there are, by name."""
+def _parts(model: PreTrainedModel) -> tuple[dict[str, type], dict[torch.nn.Parameter, str]]:
+    """The kinds of all modules by name, and the parameters with their names.
+
+    Parameters as keys are compared by identity, and a copy of the model has its own here.
+    """
     kinds = {name: type(module) for name, module in model.named_modules()}
-    return kinds, {name: id(parameter) for name, parameter in model.named_parameters()}
+    return kinds, {parameter: name for name, parameter in model.named_parameters()}
 
 
 def _check_movable(model: PreTrainedModel) -> None:
-    """Raise CocaError for what `patch_` would lose: hooks, compiled code, weights elsewhere, and
-    attentions and MLPs other than the family's own.
+    """Raise CocaError for what `patch_` would lose: hooks, compiled code, weights elsewhere, buffers,
+    attentions and MLPs other than the family's own, and numbers other than the config's.
     """
     with torch.device("meta"):
-        stock = dict(type(model)(copy.deepcopy(model.config)).named_modules())
+        fresh = type(model)(copy.deepcopy(model.config))
+    stock = dict(fresh.named_modules())
+    if own_buffers := dict(model.named_buffers()).keys() - dict(fresh.named_buffers()).keys():
+        raise CocaError(
+            f"patch_: {min(own_buffers)} is a buffer of your own, which would be lost; remove it, "
+            "and add it again afterwards"
+        )
     for name, parameter in model.named_parameters():
         if type(parameter.data) is not torch.Tensor or parameter.is_meta:
             raise CocaError(
@@ -198,3 +208,24 @@ def _check_movable(model: PreTrainedModel) -> None:
                 f"patch_: {name} is a {got}, expected {expected}; what it computes would be lost, "
                 "so patch_ first"
             )
+        for number, stated in (vars(stock[name]) if name in stock else {}).items():
+            if isinstance(stated, float) and (value := getattr(module, number, None)) != stated:
+                _refuse_number(f"{name}.{number}".lstrip("."), value, stated)
+
+
+def _check_angles(model: PreTrainedModel, config: CocaConfig) -> None:
+    """Raise CocaError if the model's rotary frequencies are not those of its `config`."""
+    rotary = CocaRotaryEmbedding(config)
+    by_length = rotary.rope_type in LENGTH_DEPENDENT_ROPE_TYPES
+    name = "original_inv_freq" if by_length else "inv_freq"
+    got, expected = getattr(model.base_model.rotary_emb, name), rotary.inv_freq.cpu()
+    # `model.half()` and the like round them
+    if not got.is_meta and not torch.allclose(got.cpu().float(), expected, rtol=0.01, atol=1e-7):
+        _refuse_number(f"the rotary embedding's {name}", got.tolist(), expected.tolist())
+
+
+def _refuse_number(name: str, got: object, expected: object) -> NoReturn:
+    raise CocaError(
+        f"patch_: {name} is {short(got)}, expected {short(expected)} as the config says; the change "
+        "would be lost, so change the config instead, and load the model with it"
+    )

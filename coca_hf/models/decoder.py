@@ -98,9 +98,6 @@ class CocaConfig(PreTrainedConfig):
                 "function; load the checkpoint with the version that wrote it, or convert the "
                 "original again"
             )
-        if (self.rope_parameters or {}).get("rope_type") == "default":
-            # coca-convert --ntk-length writes it, and transformers would warn of it at every load
-            self.ignore_keys_at_rope_validation = {"original_max_position_embeddings"}
         super().__post_init__(**kwargs)
         if self.coca_kept_layers:
             self.base_model_tp_plan = kept_plan(self.base_model_tp_plan)  # type: ignore[has-type]
@@ -160,6 +157,11 @@ class CocaConfig(PreTrainedConfig):
             if "sliding_window" in self.__dataclass_fields__:  # Mistral's default is 4096
                 fields["sliding_window"] = None
         return fields
+
+    def _validate_default_rope_parameters(self, rope_parameters, ignore_keys=None):
+        """As transformers', which would warn at every load of a key that `--ntk-length` writes."""
+        ignored = {*(ignore_keys or ()), "original_max_position_embeddings"}
+        super()._validate_default_rope_parameters(rope_parameters, ignore_keys=ignored)
 
     def validate_sizes(self):
         """Called by `@strict`. Raises ValueError for a size below 1, and for heads that cannot be
@@ -432,14 +434,15 @@ def positions(
     """Positions of the new tokens, (b or 1, m): tokens before them in the row, without padding."""
     new_len = inputs_embeds.shape[1]
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past_len : past_len + new_len]
+        seen = (attention_mask != 0).cumsum(-1)  # a mask may hold the segments' numbers
+        return (seen - 1).clamp(min=0)[:, past_len : past_len + new_len]
     return torch.arange(past_len, past_len + new_len, device=inputs_embeds.device)[None]
 
 
 def padding_on_the_left(attention_mask: Tensor | dict[str, Tensor] | None) -> Tensor | int:
     """Tokens before the first that a 2-d mask lets through, (b,); 0 without such a mask."""
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-        return (attention_mask.long().cumsum(-1) == 0).sum(-1)
+        return ((attention_mask != 0).cumsum(-1) == 0).sum(-1)
     return 0
 
 

@@ -85,7 +85,7 @@ def test_a_calibration_is_on_the_merged_model(tiny_llama_dir, adapter, calibrati
     assert_converts_as_merged(tiny_llama_dir, adapter, tmp_path, **calibrating)
 
 
-def test_record_and_card_name_the_adapter_and_a_hash_of_it(tiny_llama_dir, adapter, tmp_path):
+def test_the_record_names_the_adapter_and_a_hash_of_it(tiny_llama_dir, adapter, tmp_path):
     records = []
     for number, (weight, alpha) in enumerate([(1.0, 7), (2.0, 7), (1.0, 8), (1.0, 7)]):
         changed = shutil.copytree(adapter, tmp_path / str(number) / "mine")
@@ -97,8 +97,27 @@ def test_record_and_card_name_the_adapter_and_a_hash_of_it(tiny_llama_dir, adapt
     hashes = [record["xxh3_128"] for record in records]
     assert len(set(hashes)) == 3
     assert hashes[0] == hashes[3]
-    card = (tmp_path / "dst0" / "README.md").read_text()
-    assert "- adapter: mine, merged\n" in card
+
+
+@pytest.mark.parametrize(
+    ("base", "shown"),
+    [
+        ("owner/name", " (trained on owner/name)"),
+        ("/home/me/llama", " (trained on llama)"),
+        ("./models/llama", " (trained on llama)"),
+        ("../llama", " (trained on llama)"),
+        (None, ""),
+    ],
+)
+def test_record_and_card_name_the_base_that_the_adapter_was_trained_on(
+    tiny_llama_dir, adapter, tmp_path, base, shown
+):
+    changed = shutil.copytree(adapter, tmp_path / "mine")
+    config(base_model_name_or_path=base)(changed)
+    record = convert_checkpoint(tiny_llama_dir, tmp_path / "dst", adapter=changed)
+    assert record["adapter"].get("trained_on", "") == shown.removeprefix(" (trained on ")[:-1]
+    card = (tmp_path / "dst" / "README.md").read_text()
+    assert f"- adapter: mine, merged{shown}\n" in card
 
 
 def test_the_rule_of_a_coca_source_names_the_adapter(tiny_coca_dir, tmp_path):

@@ -32,11 +32,7 @@ from coca_hf.convert.calibrate import (
     matrix_dtype,
     run_original,
 )
-from coca_hf.convert.calibration import (
-    CODE,
-    CalibrationProgress,
-    CalibrationRun,
-)
+from coca_hf.convert.calibration import CalibrationProgress, CalibrationRun
 from coca_hf.convert.calibration_text import (
     TRAINING_HELD_OUT_TOKENS,
     calibration_blocks,
@@ -45,6 +41,7 @@ from coca_hf.convert.calibration_text import (
     repeated_blocks,
 )
 from coca_hf.convert.layer_pairs import Angles, LayerPairs
+from coca_hf.convert.layout import CODE
 from coca_hf.convert.writer import Staging, WeightsWriter
 from coca_hf.documents import read_documents
 from coca_hf.held_out import most_held_out
@@ -640,7 +637,7 @@ def other_code(name):
         other = source.parent / name
         other.write_text(file.read_text() + "# of another version")
         code = [other if path == file else path for path in CODE]
-        monkeypatch.setattr("coca_hf.convert.calibration.CODE", code)
+        monkeypatch.setattr("coca_hf.convert.layout.CODE", code)
 
     return change
 

@@ -248,6 +248,13 @@ def test_rerun_starts_over_with_another_number_in_the_source_or_option(source, t
     assert bytes_of(dst) == bytes_of(tmp_path / "fresh")
 
 
+def test_a_rerun_with_other_code_keeps_no_shard(source, tmp_path, monkeypatch):
+    before = interrupted(source, tmp_path / "dst")
+    monkeypatch.setattr("coca_hf.convert.layout.CODE", [])
+    convert_checkpoint(source, tmp_path / "dst", **SHARDS)
+    assert not places(tmp_path / "dst", before).items() & before.items()
+
+
 def test_a_missing_source_shard_is_named_and_a_rerun_continues_with_it(source, expected, tmp_path):
     copy, dst = shutil.copytree(source, tmp_path / "copy"), tmp_path / "dst"
     interrupted(copy, dst)

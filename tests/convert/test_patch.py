@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from coca_hf import CocaError, CocaLlamaForCausalLM, patch_, unpatch_
 from coca_hf.convert.config import FAMILIES
 from tests.models.families import CASES, stock_model, tokens
+from tests.models.test_rotary import ROPES
 
 LORA = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"])
 
@@ -119,6 +120,47 @@ def test_what_is_compiled_or_has_hooks_or_another_forward_is_refused(model, part
     assert type(model) is LlamaForCausalLM
 
 
+def set_to(part, name, value):
+    return lambda model: setattr(model.get_submodule(part), name, value)
+
+
+CHANGED_NUMBERS = {
+    "model.layers.1.self_attn.scaling is 0.5, expected 0.35": (
+        set_to("model.layers.1.self_attn", "scaling", 0.5)
+    ),
+    "model.norm.variance_epsilon is 0.5, expected 1e-06": (
+        set_to("model.norm", "variance_epsilon", 0.5)
+    ),
+    "variance_epsilon is 1e-06, expected 0.5 as the config": (
+        lambda model: setattr(model.config, "rms_norm_eps", 0.5)
+    ),
+    "model.rotary_emb.attention_scaling is 2.0, expected 1.0": (
+        set_to("model.rotary_emb", "attention_scaling", 2.0)
+    ),
+    "the rotary embedding's inv_freq is ": lambda m: m.model.rotary_emb.inv_freq.div_(1.03),
+    "model.steer is a buffer of your own": (
+        lambda model: model.model.register_buffer("steer", torch.ones(3))
+    ),
+}
+
+
+@pytest.mark.parametrize("message", CHANGED_NUMBERS)
+def test_numbers_other_than_the_configs_are_refused(model, message):
+    CHANGED_NUMBERS[message](model)
+    with pytest.raises(CocaError, match=f"patch_: .*{message}"):
+        patch_(model)
+    assert type(model) is LlamaForCausalLM
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rope", ROPES)
+def test_frequencies_that_a_cast_rounded_or_a_long_text_moved_are_not_refused(rope, dtype):
+    fields = {"hidden_size": 96, "rope_parameters": ROPES[rope] | {"rope_theta": 1e7}}
+    model = stock_model("llama", **fields)
+    model(tokens(1, 90))  # longer than trained
+    patch_(model.to(dtype))
+
+
 def test_a_quantized_model_is_refused(tiny_llama_dir):
     pytest.importorskip("bitsandbytes")
     model = LlamaForCausalLM.from_pretrained(
@@ -193,6 +235,15 @@ def test_unpatch_refuses_adapters_until_they_are_merged(model):
     assert type(model) is CocaLlamaForCausalLM
     assert unpatch_(adapted.merge_and_unload()) is model
     assert type(model) is LlamaForCausalLM
+
+
+def test_a_copy_of_a_patched_model_is_unpatched_on_its_own(model):
+    ids = torch.arange(20)[None]
+    before = model(ids).logits
+    copied = copy.deepcopy(patch_(model, keep_original=True))
+    assert torch.equal(unpatch_(copied)(ids).logits, before)
+    assert type(model) is CocaLlamaForCausalLM
+    assert torch.equal(unpatch_(model)(ids).logits, before)
 
 
 def test_unpatch_refuses_to_lose_what_an_adapter_trained_beside_itself(model):

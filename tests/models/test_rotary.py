@@ -5,7 +5,14 @@ import copy
 import pytest
 import torch
 from torch.nn.functional import pad
-from transformers import DynamicCache, GPTNeoXConfig, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GPTNeoXConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    StaticCache,
+)
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -111,6 +118,28 @@ def test_a_cast_of_the_model_rounds_no_frequency(dtype, rope):
     rotary = CocaRotaryEmbedding(config_of(ROPES[rope])).to("cpu", dtype)
     got = rotary(torch.empty(0, dtype=dtype), positions)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_a_rope_type_given_at_loading_is_saved_and_loads_again(rope, tmp_path):
+    given, ids = model_of(rope).config.rope_parameters, tokens(1, 90)
+    tiny_model().save_pretrained(tmp_path / "plain")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", rope_parameters=given)
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert again.config.rope_parameters == given
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("rope", ["default", "dynamic"])
+@pytest.mark.parametrize("value", [2, 0.5, True])
+def test_whatever_is_not_0_in_a_mask_is_a_token(rope, value):
+    model, ids, mask = model_of(rope), tokens(2, 90), torch.ones(2, 90, dtype=torch.long)
+    mask[0, :40] = 0
+    other = torch.where(mask == 1, value, 0).to(torch.tensor(value).dtype)
+    planned = {"rope_length": 100} if rope == "dynamic" else {}  # past the padding on the left
+    expected = model(ids, attention_mask=mask, **planned).logits
+    assert torch.equal(model(ids, attention_mask=other, **planned).logits, expected)
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
