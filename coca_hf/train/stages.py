@@ -300,16 +300,10 @@ def _announce_surprises(recipe: Recipe, stage: ResolvedStage) -> None:
         announce(f"{where}: learns nothing from the teacher: no objective is distill")
     for override in recipe.overrides_without_effect(stage.of_recipe):
         announce(f"{where}: keeps its own, not {override}; override it there, too, if you mean it")
-    options, config = recipe.options(stage.of_recipe), models.start_config(recipe).to_dict()
-    is_random = stage.of_recipe.lora or options.get("neftune_noise_alpha")
-    if (
-        "seed" in options
-        and not is_random
-        and not any(config[key] for key in config if "drop" in key)
-    ):
+    if (seed := recipe.options(stage.of_recipe).get("seed")) is not None:
         announce(
-            f"{where}: got seed {options['seed']}, which draws adapters, dropout and noise, and has "
-            "none of them here; data.seed draws the blocks"
+            f"{where}: got seed {seed}, which draws adapters, dropout and noise; data.seed draws the "
+            "blocks"
         )
     max_steps = stage.arguments.max_steps
     if (warmup_steps := stage.arguments.get_warmup_steps(max_steps)) >= max_steps:

@@ -344,7 +344,7 @@ ANNOUNCED = {
     "stages.k.global_batch_size=8": "stages.k: got 8 blocks a step, expected 4 as the recipe's file says",
     "teacher=ORIGINAL": "stages.k: learns nothing from the teacher: no objective is distill",
     "stages.k.warmup_steps=7": "stages.k: got warmup_steps 7 of 1 steps, expected fewer",
-    "training.seed=3": "stages.k: got seed 3, which draws adapters, dropout and noise, and has none of them here; data",
+    "training.seed=3": "stages.k: got seed 3, which draws adapters, dropout and noise; data.seed draws the blocks",
     "training.logging_steps=2": "stages.k: keeps its own, not training.logging_steps=2; override it",
     "data.held_out_blocks=99": "data.held_out_blocks: got text for 16 of 99, because a tenth of",
 }
