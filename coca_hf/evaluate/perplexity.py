@@ -219,8 +219,7 @@ MEASUREMENT = Measurement(
     task="perplexity",
     title="Perplexity",
     explanation="Sliding window, window = context length; token-weighted over all documents; each "
-    "token scored once; where a table names a script, its windows and its mean instead. Lower is "
-    "better.",
+    "token scored once, unless the table names a script's windows and mean; lower is better.",
     row=PerplexityRow,
     settings=_settings,
     cell=perplexity_cell,

@@ -421,7 +421,7 @@ def test_other_settings_make_another_table_whose_caption_says_so(run, change, sa
 def test_what_the_page_says_of_values_is_true_of_those_of_scripts(page):
     made = page(row(variant="yarn"), row(variant="yarn", task="passkey", value=0.5))
     assert "stride 256, yarn's windows and mean" in made
-    assert "scored once; where a table names a script, its windows and its mean instead" in made
+    assert "scored once, unless the table names a script's windows and mean" in made
     assert "five-digit" not in made
 
 
