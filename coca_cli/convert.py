@@ -71,14 +71,6 @@ def convert_command(
             "17,18,20, or, with --calibrate, auto: those that a short fit with them brings nearer to the original."
         ),
     ] = None,
-    log_scale: Annotated[
-        float | None,
-        typer.Option(
-            help="Sharpen the attention of CoCA layers as contexts become longer: a query that sees "
-            "n tokens has its scores times 1 + LOG_SCALE ln(n/64). For a CoCA checkpoint after its "
-            "training, whose layers then stay; 0.05 is what docs/guide.md measures.",
-        ),
-    ] = None,
     constraint: Annotated[
         Literal["slack", "strict"] | None,
         typer.Option(help="Form of CoCA. The default, slack, gave the paper's main results."),
@@ -399,8 +391,6 @@ def _print_attention(facts: dict) -> None:
 
     if content := content_in_words(facts):
         _line("content pairs", content)
-    if "log_scale" in facts:
-        _line("log scale", f"{facts['log_scale']:g}")
     if "rope" in facts:
         _line("RoPE", base_in_words(facts["rope"]))
 

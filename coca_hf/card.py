@@ -231,7 +231,6 @@ def _conversion(record: dict, base: str) -> str:
         "adapter": f"{adapter['name']}, merged{trained_on}" if adapter else None,
         "form": record["constraint"],
         "original attention": kept_in_words(record) if record.get("kept_layers") else None,
-        "log scale": f"{record['log_scale']:g}" if "log_scale" in record else None,
         "content pairs": content_in_words(record) or None,
         "dtype": record["dtype"],
         "parameters": f"{parameters['before']:,} before, {parameters['after']:,} after",

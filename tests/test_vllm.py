@@ -39,7 +39,7 @@ YARN = {
             {"keep_layers": [0], "content_pairs": 2, "content_layers": [1], "keep_window": 60},
         ),
         ("plugin", "strict", "qwen3-window", {"head_dim": 32, "sliding_window": 100}, {}),
-        ("self-contained", "slack", "neox-partial", {}, {"content_pairs": 3, "log_scale": 0.3}),
+        ("self-contained", "slack", "neox-partial", {}, {"content_pairs": 3}),
     ],
     ids=["llama", "qwen3", "gpt_neox"],
 )

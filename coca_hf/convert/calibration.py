@@ -140,12 +140,6 @@ class Calibration:
                 "language model, whose predictions it measures; leave --calibrate out, or "
                 "calibrate the model that the classifier was trained from"
             )
-        if layout.config.coca_log_scale:
-            raise CocaError(
-                f"--calibrate: got log scale {layout.config.coca_log_scale:g}, which takes skipped "
-                "positions for numbers of keys, expected none; calibrate without it (--log-scale 0 "
-                "takes a source's away), and give it to the trained model with --log-scale"
-            )
         # tokenizing turns off its truncation and padding, which the checkpoint's must keep
         tokenizer = copy.deepcopy(layout.source.tokenizer)
 

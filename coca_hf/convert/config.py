@@ -160,7 +160,6 @@ class Form:
     content_pairs: int | Literal["auto"] | None
     content_layers: Collection[int] = ()
     kept_window: int | None = None
-    log_scale: float | None = None
 
 
 def is_coca(config: Mapping) -> bool:
@@ -171,7 +170,7 @@ def is_coca(config: Mapping) -> bool:
 def converted_config(
     config: Mapping, form: Form, kept_layers: Sequence[int] | None, where: str
 ) -> CocaConfig:
-    """The configuration to write, without the NTK base and the log scale that `form` may ask for.
+    """The configuration to write, without the NTK base that `form` may ask for.
 
     If `form` asks for one, the layers of a CoCA source do not change. Otherwise, the layers that it
     keeps are converted, except for `kept_layers`. Raises CocaError as `coca_config` does, and if
@@ -190,7 +189,7 @@ def converted_config(
         asked = own.coca_content_pairs or slow_pairs(own)
     _check_same("--content-pairs", asked, own.coca_content_pairs, where)
     former = {*own.coca_content_layers}
-    if form.ntk_length or form.log_scale is not None:
+    if form.ntk_length:
         if kept_layers is not None:
             _check_same("--keep-layers", kept, sorted(own.coca_kept_layers), where)
         asked_layers = sorted(former | content_layers)

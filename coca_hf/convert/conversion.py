@@ -74,7 +74,6 @@ def convert_checkpoint(
     content_pairs: int | Literal["auto"] | None = None,
     content_layers: Collection[int] | Literal["auto"] = (),
     keep_window: int | None = None,
-    log_scale: float | None = None,
     revision: str | None = None,
     ignore_fields: Collection[str] = (),
     dry_run: bool = False,
@@ -115,8 +114,6 @@ def convert_checkpoint(
         too; those of a CoCA `src` stay; `auto`, with calibrate_on: those that a short fit with them
         brings nearer to the original
     keep_window: tokens that kept layers attend to, the query's own included; all by default
-    log_scale: how much CoCA layers sharpen their maps as contexts become longer (`CocaConfig`); a
-        CoCA `src` then keeps its layers
     revision: branch, tag or commit of a hub id
     ignore_fields: fields of config.json that are unknown here and that you declare inert
     dry_run: make every check that precedes the first weight, write nothing, download no weights,
@@ -153,7 +150,6 @@ def convert_checkpoint(
         content_pairs,
         [] if isinstance(content, str) else content,
         keep_window,
-        log_scale,
     )
     sources = [src] if adapter is None else [src, os.fspath(adapter)]
     preflight.check_paths(sources, dst)
@@ -345,7 +341,6 @@ def _facts(layout: Layout) -> dict:
         "windowed_layers": config.windowed_layers() or None,
         "content_pairs": config.coca_content_pairs or None,
         "content_layers": config.coca_content_layers or None,
-        "log_scale": config.coca_log_scale or None,
         "rope": layout.ntk,
         "dtype": str(config.dtype).removeprefix("torch."),
         **_summary(layout),

@@ -210,7 +210,7 @@ def run_layer(
     attention.config._attn_implementation = ATTENTION
     for some in batches(states, batch_tokens):
         batch, at = states[some].to(positions.device), positions[some]
-        result = layer(batch, attention_mask=None, position_ids=at, position_embeddings=angles(at))
+        result = layer(batch, attention_mask=None, position_embeddings=angles(at))
         if note:
             note(some, layer.input_layernorm(batch), *attention.noted)
         after[some] = result

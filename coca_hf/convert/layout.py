@@ -67,8 +67,6 @@ class Layout:
         self.config = converted_config(source.config, form, kept_layers, where)
         if kept_layers and form.kept_window:
             self.config = with_kept_window(self.config, form.kept_window, where)
-        if form.log_scale is not None:
-            self.config.coca_log_scale = form.log_scale
         self.ntk = None
         if form.ntk_length:
             self.ntk = bake_ntk_(self.config, form.ntk_length, form.ntk_factor, where)

@@ -37,8 +37,6 @@ def check_options(form: Form) -> None:
         )
     if form.ntk_length is not None and form.ntk_length < 1:
         raise CocaError(f"--ntk-length: got {form.ntk_length}, expected the total number of tokens")
-    if form.log_scale is not None and not 0 <= form.log_scale <= 1:
-        raise CocaError(f"--log-scale: got {form.log_scale:g}, expected 0 to 1, such as 0.05")
     if form.ntk_factor is not None and not (form.ntk_length and 1 <= form.ntk_factor < math.inf):
         raise CocaError(
             f"--ntk-factor: got {form.ntk_factor}, expected at least 1, together with --ntk-length"

@@ -139,7 +139,6 @@ class Sums:
         self._converted.self_attn(
             self._converted.input_layernorm(ours),
             attention_mask=None,
-            position_ids=at,
             position_embeddings=self._pairs.angles.coca(at),
         )
         theirs, ours, a, o = (

@@ -64,7 +64,6 @@ def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict
         "kept_layers": sorted(config.coca_kept_layers) if is_coca else None,
         "kept_window": config.coca_kept_window if is_coca else None,
         "windowed_layers": config.windowed_layers() if is_coca else None,
-        "log_scale": config.coca_log_scale if is_coca else None,
         "content_pairs": config.coca_content_pairs if is_coca else None,
         "content_layers": sorted(config.coca_content_layers) if is_coca else None,
         "rope": _rope(config),
@@ -93,8 +92,6 @@ def describe(facts: dict[str, Any]) -> str:
         attention += f"; the original's in {kept_in_words(facts)}"
     if content := content_in_words(facts):
         attention += f"; content pairs: {content}"
-    if facts["log_scale"]:
-        attention += f"; log scale {facts['log_scale']:g}"
     trained, longest = facts["trained_length"], facts["max_length"]
     extended = f" (set up for {longest:,})" if trained and longest and longest != trained else ""
     cache = f"{facts['kv_bytes_per_token']:,} bytes per token"

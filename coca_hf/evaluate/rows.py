@@ -78,7 +78,6 @@ class Row(TypedDict):
     coca_kept_window: NotRequired[int | None]  # tokens that these layers attend to, if not all
     coca_content_pairs: NotRequired[int | None]
     coca_content_layers: NotRequired[list[int] | None]
-    coca_log_scale: NotRequired[float | None]
     tokens: NotRequired[int | None]  # scored or read
     error: str | None  # why there is no value; "OOM: ..." if memory ran out
     raw: dict[str, Annotated[str, Field(pattern=RAW)]]  # files of raw tables, by name

@@ -34,7 +34,6 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 # exact in every dtype, as is its square root; 1 / sqrt(d) for the widest heads in use, d = 256
 QUERY_SCALE = 2.0**-4
-LOG_SCALE_FROM = 64  # tokens
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -89,19 +88,6 @@ def own_angles(cos: Tensor, sin: Tensor, content: ContentPairs) -> tuple[Tensor,
         return cos, sin
     still = content.mask(cos)
     return cos.masked_fill(still, 1), sin.masked_fill(still, 0)
-
-
-def log_factor(position_ids: Tensor, log_scale: float, window: int | None = None) -> Tensor:
-    """The factor of a query's scores, `1 + log_scale ln(tokens / 64)`, and 1 up to 64 tokens, where
-    tokens is the number of keys that it sees, `m + 1`, or those of a sliding window.
-
-    The more keys compete, the more attention a broad map gives to each of the many that do not
-    matter. YaRN, log-n scaling and Llama 4's temperature tuning have factors like it.
-
-    position_ids: (b, m). Returns (b, 1, m, 1), float32.
-    """
-    tokens = (position_ids + 1)[:, None, :, None].clamp(min=1, max=window)
-    return 1 + log_scale * (tokens / LOG_SCALE_FROM).clamp(min=1).log()
 
 
 def _row(first: Tensor, second: Tensor) -> Tensor:
@@ -263,31 +249,21 @@ class CocaAttention(nn.Module):
         fold = FOLDS.get(q.device.type, plain_fold)
         return fold(q, t, cos, sin, self.config.coca_constraint, self.content)
 
-    def sharpened(self, query: Tensor, position_ids: Tensor) -> Tensor:
-        """Query (b, h, m, d), multiplied by the `log_factor` of `config.coca_log_scale`."""
-        log_scale = self.config.coca_log_scale
-        if not log_scale:
-            return query
-        return query * log_factor(position_ids, log_scale, self.sliding_window).to(query.dtype)
-
     def forward(
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         past_key_values=None,
-        *,
-        position_ids: Tensor,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden_states: (b, m, hidden); position_embeddings: cos and sin, each (b, m, j);
-        position_ids: (b, m). Returns (b, m, hidden).
+        """hidden_states: (b, m, hidden); position_embeddings: cos and sin, each (b, m, j). Returns
+        (b, m, hidden).
         """
         leading = hidden_states.shape[:-1]
         q, t, value = self.project(hidden_states)
         cos, sin = (part.unsqueeze(1) for part in position_embeddings)
         query, key = self.rotated(q, t, cos, sin)
-        query = self.sharpened(query, position_ids)
         if past_key_values is not None:
             key, value = past_key_values.update(
                 key, value, self.layer_idx, t=t, angles=(cos, sin), content=self.content
@@ -309,7 +285,6 @@ class CocaAttention(nn.Module):
             scaling=self.scaling,
             sliding_window=self.sliding_window,
             past_key_values=past_key_values,
-            position_ids=position_ids,
             **kwargs,
         )
         return self.o_proj(output.reshape(*leading, -1)), weights
@@ -335,6 +310,3 @@ class KeptAttention(CocaAttention):
 
     def rotated(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return rotate(q, cos, sin), rotate(k, cos, sin)
-
-    def sharpened(self, query: Tensor, position_ids: Tensor) -> Tensor:
-        return query

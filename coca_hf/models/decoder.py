@@ -69,9 +69,6 @@ class CocaConfig(PreTrainedConfig):
     layers; `coca_content_layers`: the layers in which every second of the other pairs is one, too
     (`ContentPairs`).
 
-    `coca_log_scale`: how much CoCA layers sharpen their maps as contexts become longer
-    (`log_factor`); 0: not at all.
-
     List it after the family's own configuration among the bases, so the family's defaults win.
     """
 
@@ -83,7 +80,6 @@ class CocaConfig(PreTrainedConfig):
     coca_kept_window: int | None = None
     coca_content_pairs: int = 0
     coca_content_layers: list[int] = field(default_factory=list)
-    coca_log_scale: int | float = 0.0  # `@strict` takes no integer for a float
 
     @property
     def head_dim(self) -> int:
@@ -235,11 +231,6 @@ class CocaConfig(PreTrainedConfig):
                 f"attention_dropout is {self.attention_dropout}, expected from 0 to below 1"
             )
 
-    def validate_log_scale(self):
-        """Called by `@strict`. Raises ValueError for a log scale that is not from 0 to 1."""
-        if not 0 <= self.coca_log_scale <= 1:
-            raise ValueError(f"coca_log_scale is {self.coca_log_scale}, expected 0 to 1")
-
     def validate_pairs(self):
         """Called by `@strict`. Raises ValueError if the rotated dimensions do not form pairs, or a
         head has fewer pairs than content pairs.
@@ -319,7 +310,7 @@ class CocaModel(CocaPreTrainedModel):
     layer_class: type[GradientCheckpointingLayer]
 
     def __init__(self, config: CocaConfig):
-        for validate in (config.validate_layers, config.validate_pairs, config.validate_log_scale):
+        for validate in (config.validate_layers, config.validate_pairs):
             validate()  # fields may have been set since it was made
         super().__init__(config)
         self.padding_idx = config.pad_token_id

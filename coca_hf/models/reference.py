@@ -11,15 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import repeat_kv
 
-from .attention import (
-    NO_CONTENT,
-    QUERY_SCALE,
-    CocaAttention,
-    ContentPairs,
-    KeptAttention,
-    log_factor,
-    rotate,
-)
+from .attention import NO_CONTENT, QUERY_SCALE, CocaAttention, ContentPairs, KeptAttention, rotate
 
 
 def coca_scores(
@@ -75,8 +67,6 @@ class ReferenceCocaAttention(CocaAttention):
         position_embeddings,
         attention_mask=None,
         past_key_values=None,
-        *,
-        position_ids,
         **kwargs,
     ):
         if past_key_values is not None:
@@ -88,8 +78,6 @@ class ReferenceCocaAttention(CocaAttention):
         cos, sin = (part.unsqueeze(1) for part in position_embeddings)
         scores = coca_scores(q, t, cos, sin, self.config.coca_constraint, self.content)
         scores = scores * (self.scaling * QUERY_SCALE)
-        factor = log_factor(position_ids, self.config.coca_log_scale, self.sliding_window)
-        scores = scores * factor.to(scores.dtype)
         if attention_mask is None:
             future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
             scores = scores.masked_fill(future, torch.finfo(scores.dtype).min)

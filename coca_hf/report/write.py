@@ -140,8 +140,6 @@ def _models(tables: Sequence[Table]) -> Section:
         attention += f", {content} content pairs" if content else ""
         more = row.get("coca_content_layers")
         attention += f", layers with more content pairs: {len(more)}" if more else ""
-        log_scale = row.get("coca_log_scale")
-        attention += f", log scale {log_scale:g}" if log_scale else ""
         seen = f"{row['tokens_seen']:,}" if row["tokens_seen"] is not None else ""
         length = last_trained_length(row)
         which = f"{name} ({path})" if name in tables[0].ambiguous else name

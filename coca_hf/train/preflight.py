@@ -522,20 +522,13 @@ def check_positions(recipe: Recipe, config: PreTrainedConfig) -> str | None:
     """A notice if blocks are longer than the model was trained for and nothing in its config shows
     that this is intended; otherwise None.
 
-    Raises CocaError if blocks skip to positions that the model does not have, or skip with a log
-    scale.
+    Raises CocaError if blocks skip to positions that the model does not have.
     """
     data, trained = recipe.data, getattr(config, "max_position_embeddings", None) or math.inf
     if data.skip_positions and data.skip_positions > trained:
         raise CocaError(
             f"data.skip_positions: got {data.skip_positions}, expected at most {trained}, the "
             f"positions of {recipe.start} (max_position_embeddings)"
-        )
-    if data.skip_positions and (log_scale := getattr(config, "coca_log_scale", None)):
-        raise CocaError(
-            f"data.skip_positions: got {data.skip_positions} with coca_log_scale {log_scale:g} of "
-            f"{recipe.start}, which takes positions for numbers of keys; set config.coca_log_scale=0, "
-            "and give it to the result with coca-convert --log-scale"
         )
     rope = getattr(config, "rope_parameters", None)  # None: a model without RoPE
     if not rope or data.seq_len <= trained or rope.get("rope_type", "default") != "default":

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from coca_hf import (
@@ -173,7 +174,7 @@ def test_layers_that_are_converted_later_may_be_content_layers(tiny_llama_dir, t
     message = r"--content-layers: got layers \[2\], which are CoCA already"
     refuses(message, first, tmp_path / "x", content_layers=[2])
     message = r"--content-layers: got \[0, 1\], expected \[0\], the source's"
-    refuses(message, first, tmp_path / "x", content_layers=[1], log_scale=0.05)
+    refuses(message, first, tmp_path / "x", content_layers=[1], ntk_length=128)
 
 
 def test_more_than_a_head_has_are_refused(tiny_llama_dir, tmp_path):
@@ -241,10 +242,10 @@ def test_auto_chooses_the_layers_that_a_short_fit_brings_nearer(
 
 def test_a_field_of_another_version_that_is_not_set_is_dropped(tiny_llama_dir, tmp_path):
     convert_checkpoint(tiny_llama_dir, tmp_path / "dst")
-    edit_config(tmp_path / "dst", coca_other_layers=[])
-    config = AutoModelForCausalLM.from_pretrained(tmp_path / "dst").config
-    assert "coca_other_layers" not in config.to_dict()
-    convert_checkpoint(tmp_path / "dst", tmp_path / "again", log_scale=0.05)
+    edit_config(tmp_path / "dst", coca_other_layers=[], coca_log_scale=0.0)
+    fields = AutoModelForCausalLM.from_pretrained(tmp_path / "dst").config.to_dict()
+    assert not {"coca_other_layers", "coca_log_scale"} & fields.keys()
+    convert_checkpoint(tmp_path / "dst", tmp_path / "again", ntk_length=128)
     assert "coca_other_layers" not in record_of(tmp_path / "again", "config.json")
 
 
@@ -258,9 +259,15 @@ def test_fields_that_are_set_on_a_model_are_what_it_computes_and_saves(tmp_path)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens()).logits, after)
 
 
-@pytest.mark.parametrize(
-    "fields", [{"coca_content_pairs": 5}, {"coca_content_layers": [3]}, {"coca_log_scale": 2.0}]
-)
+def test_what_is_passed_to_from_pretrained_is_checked(tiny_llama_dir, tmp_path):
+    convert_checkpoint(tiny_llama_dir, tmp_path / "dst")
+    with pytest.raises(StrictDataclassClassValidationError, match="coca_content_pairs is 77"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "dst", coca_content_pairs=77)
+    with pytest.raises(TypeError, match="coca_content_pair"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "dst", coca_content_pair=1)
+
+
+@pytest.mark.parametrize("fields", [{"coca_content_pairs": 5}, {"coca_content_layers": [3]}])
 def test_bad_fields_that_are_set_on_a_config_are_refused_before_a_model_is_made(fields):
     config = tiny_model().config
     for name, value in fields.items():

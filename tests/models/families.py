@@ -16,7 +16,7 @@ from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import coca_hf
-from coca_hf.models import attention
+from coca_hf.models.attention import NO_CONTENT
 from coca_hf.models.reference import coca_scores
 
 MENDED_CACHES = pytest.mark.skipif(
@@ -144,14 +144,10 @@ def carry_t_(stock, coca):
     return stock
 
 
-def reference_logits(
-    stock, constraint, ids, mask, content_of=lambda layer: attention.NO_CONTENT, log_scale=0.0
-):
+def reference_logits(stock, constraint, ids, mask, content_of=lambda layer: NO_CONTENT):
     """Logits of a stock model whose keys carry coefficients, with CoCA's scores in the place of its
-    own. content_of: the content pairs of a layer, by its number. Scores are multiplied by 1 +
-    log_scale ln(n / LOG_SCALE_FROM) for queries that see n tokens.
+    own. content_of: the content pairs of a layer, by its number.
     """
-    seen = mask.cumsum(-1).clamp(min=1)
     position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
     base = stock.base_model
     first, second = pairs(stock.config)
@@ -176,9 +172,6 @@ def reference_logits(
         q, t = torch.cat(straight[:2], dim=-1), straight[2]
         content = content_of(module.layer_idx)
         scores = coca_scores(q, t, cos, sin, constraint, content) * scaling
-        keys = seen.clamp(max=kwargs.get("sliding_window") or seen.max())
-        factor = 1 + log_scale * (keys / attention.LOG_SCALE_FROM).clamp(min=1).log()
-        scores = scores * factor.view(-1, 1, scores.shape[-2], 1)
         weights = (scores + attention_mask).softmax(-1)
         value = value.repeat_interleave(q.shape[1] // value.shape[1], dim=1)
         return (weights @ value).transpose(1, 2).contiguous(), weights
@@ -196,7 +189,6 @@ def coca_model(
     content_layers=(),
     attn_implementation="sdpa",
     keep_window=None,
-    log_scale=0.0,
     **changes,
 ):
     """The CoCA model of a stock model, patched (so with the start), and with other t weights than
@@ -210,7 +202,6 @@ def coca_model(
         if number not in model.config.coca_kept_layers:
             for parameter in layer.self_attn.t_proj.parameters():
                 parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
-    model.config.coca_log_scale = log_scale
     model.set_attn_implementation(attn_implementation)
     return model
 

@@ -45,23 +45,22 @@ from tests.models.families import (
 def test_logits_are_the_stock_models_with_contracted_scores(
     case, constraint, backend, padding, limit
 ):
-    """With content pairs and a log scale."""
-    model = coca_model(case, constraint, [], 2, [1], backend, log_scale=0.3).double()
+    """With content pairs."""
+    model = coca_model(case, constraint, [], 2, [1], backend).double()
     content = model.config.content_of
     stock = carry_t_(stock_model(case), model).double()
     ids = tokens()
     mask = torch.ones_like(ids)
     mask[1, padding] = 0
     got = model(ids, attention_mask=mask).logits
-    expected = reference_logits(stock, constraint, ids, mask, content, 0.3)
+    expected = reference_logits(stock, constraint, ids, mask, content)
     assert expected[mask.bool()].std() > 0.1
     assert (got - expected)[mask.bool()].abs().max() < limit
     other = "strict" if constraint == "slack" else "slack"
     wrongs = (
-        (other, ids, mask, content, 0.3),
-        (constraint, ids, mask, lambda layer: NO_CONTENT, 0.3),
-        (constraint, ids, mask, lambda layer: ContentPairs(2), 0.3),
-        (constraint, ids, mask, content),
+        (other, ids, mask, content),
+        (constraint, ids, mask, lambda layer: NO_CONTENT),
+        (constraint, ids, mask, lambda layer: ContentPairs(2)),
     )
     for wrong in wrongs:
         assert (got - reference_logits(stock, *wrong))[mask.bool()].abs().max() > 1e-2
@@ -70,7 +69,7 @@ def test_logits_are_the_stock_models_with_contracted_scores(
 @EVERY_CASE_UNDER_ONE_CONSTRAINT
 def test_the_reference_has_the_projections_of_its_family(case, constraint):
     """Layer 1, which is kept, stays as it is; the others have content pairs."""
-    model = coca_model(case, constraint, [1], 2, [0], "eager", log_scale=0.3)
+    model = coca_model(case, constraint, [1], 2, [0], "eager")
     reference, ids = use_reference_(use_reference_(copy.deepcopy(model))), tokens()
     got, expected = model(ids).logits, reference(ids).logits
     assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
@@ -86,7 +85,7 @@ def test_reference_refuses_a_cache_and_a_model_without_coca(tiny_llama_dir):
 @EVERY_CASE_UNDER_ONE_CONSTRAINT
 def test_cached_decoding_with_left_padding_gives_the_tokens_of_no_cache(case, constraint):
     content = {"content_pairs": 2, "content_layers": [1]}
-    model = coca_model(case, constraint, **content, log_scale=0.3).double()
+    model = coca_model(case, constraint, **content).double()
     short, long = tokens(1, 6), tokens(1, 11, seed=8)
     ids = torch.cat((torch.nn.functional.pad(short, (5, 0)), long))
     mask = (ids != 0).long()
@@ -109,7 +108,7 @@ def test_cached_decoding_in_pieces_equals_the_full_forward_at_every_position(cas
     if "window" in case and "Static" in kind.__name__:
         pytest.skip("CocaStaticCache is for models without windows")
     content = {"content_pairs": 2, "content_layers": [] if 1 in kept else [1]}
-    model = coca_model(case, keep_layers=kept, **content, log_scale=0.3).double()
+    model = coca_model(case, keep_layers=kept, **content).double()
     ids = tokens()
     size = {"max_cache_len": 23} if "Static" in kind.__name__ else {}
     cache = kind(config=model.config, **size)

@@ -64,8 +64,7 @@ def test_a_mix_is_the_original_and_the_converted_model_layer_by_layer(case, cons
     kinds = getattr(stock.config, "layer_types", None) or list(masks) * 3
     layers = [base.layers[0], converted.model.layers[1], base.layers[2]]
     for number, (layer, angles) in enumerate(zip(layers, (full, half, full), strict=True)):
-        given = {"attention_mask": masks[kinds[number]], "position_ids": positions}
-        states = layer(states, **given, position_embeddings=angles)
+        states = layer(states, attention_mask=masks[kinds[number]], position_embeddings=angles)
     expected = stock.get_output_embeddings()(converted.model.norm(states))
     expected = expected / getattr(stock.config, "logits_scaling", 1.0)
     got = mixed(ids).logits
