@@ -23,10 +23,7 @@ def convert_command(
     context: typer.Context,
     src: Annotated[
         str,
-        typer.Argument(
-            help="Checkpoint to convert: a directory, a .gguf file or a hub id. If it is a CoCA "
-            "checkpoint, the layers that it has kept so far are converted."
-        ),
+        typer.Argument(help="Checkpoint to convert: a directory, a .gguf file or a hub id."),
     ],
     dst: Annotated[str, typer.Argument(help="Directory to write. It appears when it is complete.")],
     calibrate: Annotated[
@@ -60,8 +57,7 @@ def convert_command(
         typer.Option(
             help="How many of a head's rotary pairs, the slowest ones, are content pairs, which do "
             "not rotate and may have negative coefficients: a number, or auto, those that do not "
-            "complete a rotation within the trained length. None by default, as in the paper, or those "
-            "of a CoCA source."
+            "complete a rotation within the trained length. None by default, as in the paper."
         ),
     ] = None,
     content_layers: Annotated[
@@ -321,7 +317,7 @@ def _print_plan(plan: dict, dst: str) -> None:
     form = f"{plan['constraint']}, {plan['dtype']}"
     _line("would write", f"{form}, {files(plan['written'])}; {free} free")
     _line("would take", needs(plan, "from the time to read the weights"))
-    _print_layers_and_sizes(plan)
+    _print_sizes(plan)
     uncounted = "; the sizes above count none of them" if kept == "auto" else ""
     words = kept_in_words(plan) + uncounted if kept else "no layer"
     _line("original attention", f"kept in {words}")
@@ -347,7 +343,7 @@ def _print_conversion(record: dict, dst: str) -> None:
 
     shares = record["trainable_fraction"]
     console.print(f"{dst}: {record['constraint']}, {record['dtype']}")
-    _print_layers_and_sizes(record)
+    _print_sizes(record)
     k, qkv, full = f"{shares['k']:.1%}", f"{shares['qkv']:.1%}", f"{shares['full']:.0%}"
     _line("trained per stage", f"k {k}, qkv {qkv}, full {full}")
     if record["kept_layers"]:
@@ -375,12 +371,8 @@ def _print_conversion(record: dict, dst: str) -> None:
         )
 
 
-def _print_layers_and_sizes(facts: dict) -> None:
-    from coca_hf.card import numbers
-
+def _print_sizes(facts: dict) -> None:
     parameters, cache = facts["parameters"], facts["kv_cache_bytes_per_token"]
-    if layers := facts.get("converted_layers"):
-        _line("converts", f"layers {numbers(layers)}, no others")
     _line("parameters", f"{parameters['before']:,} before, {parameters['after']:,} after")
     before, after = f"{cache['before']:,}", f"{cache['after']:,}"
     _line("key/value cache", f"{before} bytes per token before, {after} after")

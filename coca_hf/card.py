@@ -195,13 +195,6 @@ def _lead(conversion: dict, stages: list[dict], base: str) -> str:
             f"Tokens seen in CoCA training: {sum(stage['tokens'] for stage in stages):,}. The "
             "paper trained on 7.5 billion tokens in each of three stages."
         )
-        if later := conversion.get("converted_layers"):
-            before = conversion["stages_before"]
-            untrained = "; they are not trained yet" if before == len(stages) else ""
-            lines.append(
-                f"Layers {numbers(later)} kept the original's attention until they were converted "
-                f"after {before} of the stages below{untrained}."
-            )
     elif conversion.get("calibration"):
         lines.append(
             "The attention is converted and calibrated, that is fitted to the original's on text. "
@@ -221,13 +214,12 @@ def needs_training(conversion: dict) -> bool:
 
 def _conversion(record: dict, base: str) -> str:
     """A list: what the last conversion did, and what earlier ones fitted and rotated otherwise."""
-    parameters, later = record["parameters"], record.get("converted_layers")
+    parameters = record["parameters"]
     earlier, adapter = record.get("earlier", []), record.get("adapter", {})
     trained_on = f" (trained on {adapter['trained_on']})" if "trained_on" in adapter else ""
     source = Path(record["source"]).name if earlier else base
     lines = {
         "source": f"{source}, {record['source_format']}",
-        "converted": f"layers {numbers(later)}, which the source kept" if later else None,
         "adapter": f"{adapter['name']}, merged{trained_on}" if adapter else None,
         "form": record["constraint"],
         "original attention": kept_in_words(record) if record.get("kept_layers") else None,
@@ -247,25 +239,19 @@ def _conversion(record: dict, base: str) -> str:
 
 
 def _calibration(calibration: dict, conversion: dict) -> str:
-    later = conversion.get("converted_layers")
-    imitated = (
-        f"the attention of layers {numbers(later)} in the source"
-        if later
-        else "the original's attention"
-    )
     return (
-        f"W_Q, W_T and W_O fitted to {imitated} on {calibration['tokens']:,} tokens of text and on "
-        f"repeated passages; {perplexity_in_words(calibration, conversion)}"
+        f"W_Q, W_T and W_O fitted to the original's attention on {calibration['tokens']:,} tokens of "
+        f"text and on repeated passages; {perplexity_in_words(calibration, conversion)}"
     )
 
 
 def perplexity_in_words(calibration: dict, conversion: dict) -> str:
     """The perplexities of a `calibration` in the record of its conversion."""
-    perplexity, of_layers = calibration["perplexity"], "converted_layers" in conversion
+    perplexity = calibration["perplexity"]
     return (
         f"perplexity on {calibration['held_out_tokens']:,} held-out tokens: "
         f"{perplexity['start']:,.4g} before, {perplexity['calibrated']:,.4g} after, "
-        f"{perplexity['original']:,.4g} of the {'source' if of_layers else 'original'}"
+        f"{perplexity['original']:,.4g} of the original"
         + (", all with the base from before" if "rope" in conversion else "")
     )
 

@@ -42,30 +42,6 @@ def test_every_run_starts_somewhere_and_its_recipe_is_one(plan, name, monkeypatc
     assert any(stage.needs_teacher for stage in recipe.stages) == learns_from_original
 
 
-def test_what_starts_after_a_run_is_a_conversion_of_what_that_has_trained(monkeypatch, tmp_path):
-    commands = []
-
-    def run(command, *words):
-        commands.append([str(word).replace(str(tmp_path), "OUT") for word in (command, *words)])
-        if command == "coca-train":
-            stage = Path(words[words.index("--out") + 1]) / "1-recover"
-            stage.mkdir(parents=True)
-            (stage / "training.json").touch()
-
-    monkeypatch.setitem(RUN["checkpoint_of"].__globals__, "run", run)
-    found = RUN["checkpoint_of"](PLANS["lookups"], "six converted later, recovered", 1, tmp_path)
-    assert found == tmp_path / "trained/six-converted-later-recovered-1/1-recover"
-    later = "OUT/starts/six-converted-later-1"
-    assert [words[:3] for words in commands[::2]] == [
-        ["coca-convert", "quickstart/original", "OUT/starts/six-kept-content"],
-        ["coca-convert", "OUT/trained/six-kept-content-recovered-1/1-recover", later],
-    ]
-    assert [words[2] for words in commands[1::2]] == [
-        'model="OUT/starts/six-kept-content"',
-        f'model="{later}"',
-    ]
-
-
 @pytest.mark.parametrize(("plan", "task", "options"), TASKS, ids=str)
 def test_every_measurement_is_one_of_coca_eval(plan, task, options):
     parameters = get_command(app).commands[task].params

@@ -129,10 +129,10 @@ class Calibration:
         ranks_layers: bool,
         chooses_content: bool,
     ):
-        if (layout.from_coca and not layout.converted) or layout.released:
+        if layout.from_coca or layout.released:
             raise CocaError(
-                "--calibrate: got a CoCA checkpoint, expected an original, or a kept layer, whose "
-                "attention can be imitated; leave --ntk-length for another command"
+                "--calibrate: got a CoCA checkpoint, expected an original, whose attention can be "
+                "imitated"
             )
         if head_of(layout.config.architectures) != "ForCausalLM":
             raise CocaError(
@@ -230,9 +230,8 @@ class Calibration:
         self.record = {name: value for name, value in record.items() if value is not None}
 
     def content_layers(self, layout: Layout, folder: Path, report: Report) -> list[int]:
-        """Fit all layers; returns those that are content layers, with the ones of the source."""
-        found = self._fit(layout, folder, report).content_layers
-        return sorted({*found, *layout.config.coca_content_layers})
+        """Fit all layers; returns those that are content layers."""
+        return self._fit(layout, folder, report).content_layers
 
     def most_harmful(
         self, layout: Layout, number: int | str, folder: Path, report: Report

@@ -172,57 +172,33 @@ def converted_config(
 ) -> CocaConfig:
     """The configuration to write, without the NTK base that `form` may ask for.
 
-    If `form` asks for one, the layers of a CoCA source do not change. Otherwise, the layers that it
-    keeps are converted, except for `kept_layers`. Raises CocaError as `coca_config` does, and if
-    nothing is left to convert.
+    Raises CocaError as `coca_config` does, and for a CoCA source if `form` asks for anything that
+    would change its layers, or for no NTK base.
     """
-    kept, content_layers = sorted(kept_layers or ()), {*form.content_layers}
     if not is_coca(config):
-        constraint, content = form.constraint or "slack", form.content_pairs or 0
+        kept = sorted(kept_layers or ())
         # ranked layers, which are known after calibration, may be among the content layers
-        some = content_layers - {*kept}
+        some = {*form.content_layers} - {*kept}
+        constraint, content = form.constraint or "slack", form.content_pairs or 0
         return coca_config(config, constraint, where, kept, content, some, form.ignored_fields)
     own = _copied_config(config, where, form.ignored_fields)
-    _check_same("--constraint", form.constraint, own.coca_constraint, where)
-    asked = form.content_pairs
-    if asked == "auto":
-        asked = own.coca_content_pairs or slow_pairs(own)
-    _check_same("--content-pairs", asked, own.coca_content_pairs, where)
-    former = {*own.coca_content_layers}
-    if form.ntk_length:
-        if kept_layers is not None:
-            _check_same("--keep-layers", kept, sorted(own.coca_kept_layers), where)
-        asked_layers = sorted(former | content_layers)
-        _check_same("--content-layers", asked_layers, sorted(former), where)
-        return own
-    if foreign := {*kept} - {*own.coca_kept_layers}:
+    if not form.ntk_length:
         raise CocaError(
-            f"{where}: --keep-layers: got layers {sorted(foreign)}, expected some of "
-            f"{sorted(own.coca_kept_layers)}, which the source keeps; its others are CoCA"
+            f"{where}: got a CoCA checkpoint already (model_type {config['model_type']!r}), expected "
+            "an original; train or evaluate it, or give it a longer base with --ntk-length"
         )
-    converted = {*own.coca_kept_layers} - {*kept}
-    if fixed := content_layers - former - converted:
-        raise CocaError(
-            f"{where}: --content-layers: got layers {sorted(fixed)}, which are CoCA already without "
-            f"content pairs of this kind; expected some of {sorted(converted)}"
-        )
-    layers = {
-        "coca_kept_layers": kept,
-        "coca_kept_window": own.coca_kept_window if kept else None,
-        "coca_content_layers": sorted(former | content_layers),
+    changes = {
+        "--constraint": form.constraint not in (None, own.coca_constraint),
+        "--keep-layers": kept_layers is not None,
+        "--content-pairs": form.content_pairs is not None,
+        "--content-layers": bool(form.content_layers),
     }
-    result = _copied_config({**config, **layers}, where, form.ignored_fields)
-    if len(result.coca_kept_layers) == len(own.coca_kept_layers):
+    if found := [option for option, is_asked in changes.items() if is_asked]:
         raise CocaError(
-            f"{where}: got a CoCA checkpoint already (model_type {config['model_type']!r}), of "
-            f"which --keep-layers {kept} leaves no layer to convert; train or evaluate it"
+            f"{where}: {found[0]}: got it for a CoCA checkpoint, whose layers stay as they are; "
+            "leave it out, or convert the original"
         )
-    return result
-
-
-def _check_same(option: str, asked: object, own: object, where: str) -> None:
-    if asked is not None and asked != own:
-        raise CocaError(f"{where}: {option}: got {asked}, expected {own}, the source's")
+    return own
 
 
 def coca_config(
@@ -316,7 +292,7 @@ def with_kept_window(config: CocaConfig, window: int, where: str) -> CocaConfig:
     Raises CocaError if the family's own windows are in use, which kept layers keep, or if none of
     the kept layers has a rotary embedding (SmolLM3).
     """
-    if config.coca_kept_window is None and "sliding_attention" in layer_types(config):
+    if "sliding_attention" in layer_types(config):
         raise CocaError(
             f"{where}: --keep-window: got {window}, but the model has windows of its own, "
             f"{config.sliding_window:,} tokens; kept layers keep those"

@@ -1,7 +1,6 @@
 """Convert a checkpoint on disk, a block at a time: `convert_checkpoint`."""
 
 import contextlib
-import copy
 import dataclasses
 import json
 import math
@@ -89,14 +88,13 @@ def convert_checkpoint(
     blocks, for a few shards of `dst` at a time; memory holds one layer's projections for each.
 
     src: a directory (safetensors, also of the released code; pickles; or GGUF), a .gguf file, or a
-        hub id; if it is a CoCA checkpoint, the layers that it keeps are converted
+        hub id; a CoCA checkpoint only with ntk_length, and its layers stay as they are
     constraint: `slack`, the default, or `strict`
     dtype: `auto`, the source's, or a name in `DTYPES`
     overwrite: replace a checkpoint at `dst`
     progress: called with bytes written and bytes in all, by one thread at a time
     max_shard_size: of a file of weights, as in `500MB`; a larger tensor has a file to itself
-    ntk_length: tokens for which to write dynamic NTK's base (`bake_ntk_`); a CoCA `src` then keeps
-        its layers
+    ntk_length: tokens for which to write dynamic NTK's base (`bake_ntk_`)
     ntk_factor: dynamic NTK's factor
     released: `src` is a GPT-NeoX checkpoint of the authors' code, which its files do not show
     calibrate_on: text to fit W_Q, W_T and W_O to the original's attention on (`calibration.py`)
@@ -108,11 +106,11 @@ def convert_checkpoint(
     keep_layers: numbers, from 0, of the layers that keep the original's attention; or, with
         calibrate_on, how many, or `auto`: those whose conversion harms most (`calibration.py`)
     content_pairs: how many of a head's pairs, the slowest ones, are content pairs
-        (`ContentPairs`): none by default, or those of a CoCA `src`; `auto`: those that do not
-        complete a rotation within the trained length
+        (`ContentPairs`): none by default; `auto`: those that do not complete a rotation within the
+        trained length
     content_layers: numbers, from 0, of the layers in which every second of the other pairs is one,
-        too; those of a CoCA `src` stay; `auto`, with calibrate_on: those that a short fit with them
-        brings nearer to the original
+        too; `auto`, with calibrate_on: those that a short fit with them brings nearer to the
+        original
     keep_window: tokens that kept layers attend to, the query's own included; all by default
     revision: branch, tag or commit of a hub id
     ignore_fields: fields of config.json that are unknown here and that you declare inert
@@ -192,9 +190,6 @@ def convert_checkpoint(
         if calibrate_on is not None:
             block = min(calibrate_block, reach(layout.config))
             check_kept_window(keep_window, ranked or named, block)
-            if layout.converted:  # the window of a CoCA source, whose kept layers are imitated
-                own, name = source.config.get("coca_kept_window"), f"{src}: coca_kept_window"
-                check_kept_window(own, layout.converted, block, name)
             calibration = Calibration(
                 layout,
                 (calibrate_on, column, split, subset, commit_of(calibrate_on), True),
@@ -318,11 +313,10 @@ def _record(
         "date": now(),
         "calibration": calibration.record if calibration else None,
     }
-    if layout.from_coca:  # its conversions, the first one first, and the stages since
+    if layout.from_coca:  # its conversions, the first one first
         last = dict(records.get(RECORD, {}))
         earlier = last.pop("earlier", [])
         record["earlier"] = [*earlier, last] if last else []
-        record["stages_before"] = len(records.get(TRAINING_RECORD, {}).get("stages", []))
     return {name: value for name, value in record.items() if value is not None}
 
 
@@ -335,7 +329,6 @@ def _facts(layout: Layout) -> dict:
         "source_format": source.kind + kind,
         "source_commit": source.commit,
         "constraint": config.coca_constraint,
-        "converted_layers": layout.converted if layout.from_coca else None,
         "kept_layers": config.coca_kept_layers,
         "kept_window": config.coca_kept_window,
         "windowed_layers": config.windowed_layers() or None,
@@ -351,7 +344,7 @@ def _facts(layout: Layout) -> dict:
 def _initialisation(layout: Layout, finished: Collection[FinishedShard]) -> dict:
     if layout.released:
         return {"rule": "the released t_proj, mean over the two rows of every rotary pair"}
-    if layout.from_coca and not layout.converted:
+    if layout.from_coca:
         rule = "none: all weights are those of the source, which is a CoCA checkpoint"
         return {"rule": rule + ", with the adapter" * (layout.source.adapter is not None)}
     if not layout.converted:
@@ -378,16 +371,9 @@ def _summary(layout: Layout) -> dict:
 
     d, itemsize = layout.config.head_dim, layout.config.dtype.itemsize
     layers, width = layout.config.num_hidden_layers, layout.config.num_key_value_heads * d
-
-    def cache(kept: list[int]) -> int:
-        """Keys (half of them in CoCA's layers), values, and angles that layers share."""
-        config = copy.copy(layout.config)
-        config.coca_kept_layers = kept
-        halves = 3 * layers + len(kept)
-        return (halves * width // 2 + config.kinds_of_angles() * d) * itemsize
-
-    kept, itself = layout.config.coca_kept_layers, 2 * layers * width * itemsize
-    before_bytes = cache(kept + layout.converted) if layout.from_coca else itself
+    # keys (half of them in CoCA's layers), values, and angles that layers share
+    halves = 3 * layers + len(layout.config.coca_kept_layers)
+    cache = (halves * width // 2 + layout.config.kinds_of_angles() * d) * itemsize
     return {
         "parameters": {"before": sum(map(math.prod, before)), "after": total},
         "trainable_fraction": {
@@ -395,7 +381,10 @@ def _summary(layout: Layout) -> dict:
             "qkv": fraction("q_proj", "k_proj", "t_proj", "v_proj"),
             "full": 1.0,
         },
-        "kv_cache_bytes_per_token": {"before": before_bytes, "after": cache(kept)},
+        "kv_cache_bytes_per_token": {
+            "before": cache if layout.from_coca else 2 * layers * width * itemsize,
+            "after": cache,
+        },
     }
 
 

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -77,12 +77,12 @@ class Layout:
                 f"{where}: got num_hidden_layers={num_layers}, expected no more layers than "
                 f"the {len(shapes)} tensors of the weights"
             )
-        before = source.config.get("coca_kept_layers", ()) if self.from_coca else range(num_layers)
-        self.converted = sorted({*before} - {*self.config.coca_kept_layers})
+        originals = () if self.from_coca else range(num_layers)
+        self.converted = sorted({*originals} - {*self.config.coca_kept_layers})
         self._untie(shapes)
         family = FAMILIES.get(source.config["model_type"])
         self.targets, self.released = check_tensors(
-            shapes, self.config, family, self.converted, form.src, form.released
+            shapes, self.config, family, form.src, form.released
         )
         self.calibrated_from: object = None
         self.calibrated: Mapping[str, Tensor] = {}
@@ -184,15 +184,13 @@ def check_tensors(
     shapes: Mapping[str, Shape],
     config: CocaConfig,
     family: Family | None,
-    converted: Collection[int],
     where: str,
     released: bool = False,
 ) -> tuple[list[TargetTensor], bool]:
     """The tensors of the CoCA checkpoint, which are made from `shapes`, and whether it is released.
 
-    family: the source's; None for one of our CoCA checkpoints. converted: numbers of the layers
-    whose coefficients are made from the source's keys. released: whether the source is from the
-    authors' code, with full-width t in place of keys. A source with a `t_proj` is; a GPT-NeoX
+    family: the source's; None for one of our CoCA checkpoints. released: whether the source is from
+    the authors' code, with full-width t in place of keys. A source with a `t_proj` is; a GPT-NeoX
     source does not show it.
 
     Raises CocaError naming the first tensor that is missing, not understood or of the wrong shape.
@@ -201,7 +199,7 @@ def check_tensors(
         released = True
     if released:
         _check_released(config, family, where)
-    targets = list(_targets(config, shapes, family, converted, released, where))
+    targets = list(_targets(config, shapes, family, released, where))
     expected = source_shapes(targets, config)
     missing = [name for name in expected if name not in shapes]
     if missing:
@@ -292,7 +290,6 @@ def _targets(
     config: CocaConfig,
     shapes: Mapping[str, Shape],
     family: Family | None,
-    converted: Collection[int],
     released: bool,
     where: str,
 ) -> Iterator[TargetTensor]:
@@ -300,13 +297,14 @@ def _targets(
     with library_errors(f"{where}: its config.json makes no model"), torch.device("meta"):
         model = coca_class(config)(config)
     others = {"gpt_neox": _gpt_neox_target, "phi3": _phi3_target}
-    describe = others.get(family.model_type, _llama_target) if family else _llama_target
     for name, tensor in model.state_dict().items():
         if name != "lm_head.weight" or not config.tie_word_embeddings:
             shape = tuple(tensor.shape)
-            target = TargetTensor(name, shape, name, shape)
-            is_copied = target.module == "t_proj" and target.layer not in converted
-            yield target if is_copied else describe(config, name, shape, shapes, released)
+            if family is None:
+                yield TargetTensor(name, shape, name, shape)
+            else:
+                describe = others.get(family.model_type, _llama_target)
+                yield describe(config, name, shape, shapes, released)
 
 
 def _llama_target(

@@ -93,8 +93,8 @@ def patch_(
     shapes = {name: tuple(p.shape) for name, p in source.items()}
     if any(head in shapes for head in HEADS):  # a tied head has no name
         config.tie_word_embeddings = False
-    family, every_layer = FAMILIES[model.config.model_type], range(config.num_hidden_layers)
-    targets, _ = check_tensors(shapes, config, family, every_layer, where="patch_")
+    family = FAMILIES[model.config.model_type]
+    targets, _ = check_tensors(shapes, config, family, where="patch_")
     initialiser = Initialiser(config, targets, lambda name: source[name].cpu(), where="patch_")
     with torch.device("meta"):
         coca = coca_class(config)(config)

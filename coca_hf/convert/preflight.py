@@ -78,19 +78,12 @@ def check_layers(
     if calibrate_on is None:
         raise CocaError(
             f"--keep-layers: got {ranked} without --calibrate, which measures the harm of "
-            "an original's layers; name the layers, as in 8,17 (one alone: '8,'), or, if the "
-            "source is not a CoCA checkpoint, pass --calibrate TEXT"
+            "an original's layers; name the layers, as in 8,17 (one alone: '8,'), or pass "
+            "--calibrate TEXT"
         )
 
 
 def check_kept_number(ranked: int | str | None, layout: Layout) -> None:
-    if ranked is None:
-        return
-    if layout.from_coca:
-        raise CocaError(
-            f"--keep-layers: got {ranked} with a CoCA checkpoint, expected the numbers of "
-            "the kept layers that stay, as in 8,17 (one alone: '8,')"
-        )
     most = layout.config.num_hidden_layers
     if isinstance(ranked, int) and ranked > most:
         raise CocaError(f"--keep-layers: got {ranked}, expected at most the model's {most} layers")

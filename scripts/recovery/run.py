@@ -72,24 +72,21 @@ def slug(name: str) -> str:
 def checkpoint_of(plan: dict, name: str, seed: int, out: Path) -> Path:
     """The checkpoint of a run."""
     of_run = plan["runs"][name]
-    checkpoint = convert(plan, of_run["start"], seed, out)
+    checkpoint = convert(plan, of_run["start"], out)
     if "stages" in of_run or "settings" in of_run:
         directory = out / "trained" / f"{slug(name)}-{seed}"
         return train(plan, of_run, checkpoint, seed, directory)
     return checkpoint
 
 
-def convert(plan: dict, start: str, seed: int, out: Path) -> Path:
-    """The checkpoint of a start, from the original or, by `seed`, from the run named in `after`."""
+def convert(plan: dict, start: str, out: Path) -> Path:
+    """The checkpoint of a start."""
     options, checkpoint = dict(plan["starts"][start]), out / "starts" / slug(start)
-    scaled, before = options.pop("scaled", True), options.pop("after", None)
-    if before:
-        checkpoint = checkpoint.with_name(f"{checkpoint.name}-{seed}")
+    scaled = options.pop("scaled", True)
     if not checkpoint.exists():
-        source = checkpoint_of(plan, before, seed, out) if before else plan["original"]
         target = checkpoint if scaled else checkpoint.with_name(f".{checkpoint.name}")
         words = [word for pair in options.items() for word in option(*pair)]
-        run("coca-convert", source, target, *words, "--overwrite")
+        run("coca-convert", plan["original"], target, *words, "--overwrite")
         if not scaled:
             unscale(target)
             target.rename(checkpoint)

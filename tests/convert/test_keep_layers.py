@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from coca_cli.convert import _layers_to_keep
@@ -80,68 +80,23 @@ def test_a_longer_ntk_base_keeps_the_kept_layers_and_applies_to_them(converted, 
         # now only the kept layers depend on positions
         torch.nn.init.zeros_(attention.o_proj.weight)
     assert (unbaked(tokens()).logits - twice(tokens()).logits).abs().max() > 1e-2
-    message = r"--keep-layers: got \[1\], expected \[0, 2\], the source's"
-    refuses(message, dst, tmp_path / "other", ntk_length=160, keep_layers=[1])
 
 
-@EVERY_CASE
-def test_a_kept_layer_converts_later_to_the_same_bits(converted, case, tmp_path):
-    src, _, _ = converted(case, **KEPT)
-    convert_checkpoint(src, tmp_path / "at-once", content_pairs=2)
-    kept = tmp_path / "source"
-    convert_checkpoint(src, kept, keep_layers=[2, 0], content_pairs=2)
-    for layers in ([2], []):
-        place = tmp_path / f"kept-{len(layers)}"
-        record = convert_checkpoint(kept, place, keep_layers=layers)
-        unrotated = [2] if case == "smollm3" else []
-        assert record["kept_layers"] == (layers or unrotated)
-    at_once = load_file(tmp_path / "at-once" / "model.safetensors")
-    later = load_file(tmp_path / "kept-0" / "model.safetensors")
-    assert at_once.keys() == later.keys()
-    assert all(torch.equal(tensor, later[name]) for name, tensor in at_once.items())
-    models = [AutoModelForCausalLM.from_pretrained(tmp_path / d) for d in ("at-once", "kept-0")]
-    assert torch.equal(*(model(tokens()).logits for model in models))
-
-
-def test_a_kept_layer_is_calibrated_later_in_the_trained_model_around_it(
-    tiny_llama_dir, calibrating, tmp_path
-):
-    options = calibrating | {"calibrate_passes": 8}
-    convert_checkpoint(tiny_llama_dir, tmp_path / "kept", keep_layers=[2], **options)
-    file = tmp_path / "kept" / "model.safetensors"
-    before = load_file(file)
-    before["model.layers.1.mlp.up_proj.weight"] *= 3  # as training does
-    save_file(before, file, {"format": "pt"})
-    record = convert_checkpoint(tmp_path / "kept", tmp_path / "dst", **options)
-    after = load_file(tmp_path / "dst" / "model.safetensors")
-    changed = {f"model.layers.2.self_attn.{part}_proj.weight" for part in "qto"}
-    assert {n for n in after if n not in before or not torch.equal(after[n], before[n])} == changed
-    *others, (start, fitted) = record["calibration"]["attention_kl"]
-    assert [*map(tuple, map(dict.values, others))] == [(0, 0), (0, 0)]
-    assert fitted < start
-    convert_checkpoint(tiny_llama_dir, tmp_path / "at-once", **options)
-    theirs = load_file(tmp_path / "at-once" / "model.safetensors")
-    assert not any(torch.equal(theirs[name], after[name]) for name in changed)
-
-
-def test_only_kept_layers_of_a_coca_checkpoint_can_be_converted(converted, text, tmp_path):
+def test_the_layers_of_a_coca_checkpoint_stay_as_they_are(converted, text, tmp_path):
     _, kept, _ = converted("llama", **KEPT)
+    calibrate, baked = {"calibrate_on": str(text)}, {"ntk_length": 160}
+    already = r"got a CoCA checkpoint already \(model_type 'coca_llama'\), expected an original"
+    for options in ({}, {"keep_layers": [2]}, {"keep_layers": "auto", **calibrate}):
+        refuses(already, kept, tmp_path / "dst", **options)
     for message, options in (
-        (r"--keep-layers: got layers \[1\], expected some of \[0, 2\]", {"keep_layers": [1]}),
-        ("--content-pairs: got 1, expected 0, the source's", {"content_pairs": 1}),
+        ("--keep-layers: got it for a CoCA checkpoint, whose layers stay", {"keep_layers": [2, 0]}),
+        ("--content-pairs: got it for a CoCA checkpoint", {"content_pairs": "auto"}),
+        ("--content-layers: got it for a CoCA checkpoint", {"content_layers": [1]}),
+        ("--constraint: got it for a CoCA checkpoint", {"constraint": "strict"}),
         ("got the released CoCA layout with coca_hf's own format", {"released": True}),
-        ("--constraint: got strict, expected slack", {"constraint": "strict"}),
-        (r"of which --keep-layers \[0, 2\] leaves no layer to convert", {"keep_layers": [2, 0]}),
-        (
-            "--keep-layers: got auto with a CoCA checkpoint, expected the numbers",
-            {"calibrate_on": str(text), "keep_layers": "auto"},
-        ),
-        (
-            "--calibrate: got a CoCA checkpoint, expected .* leave --ntk-length for another",
-            {"calibrate_on": str(text), "ntk_length": 160},
-        ),
+        ("--calibrate: got a CoCA checkpoint, expected an original, whose", calibrate),
     ):
-        refuses(message, kept, tmp_path / "dst", **options)
+        refuses(message, kept, tmp_path / "dst", **options, **baked)
 
 
 @pytest.mark.parametrize(
@@ -156,31 +111,16 @@ def test_kept_layers_that_the_weights_do_not_have_are_refused(converted, edited,
     kept = shutil.copytree(converted("llama", **KEPT)[1], tmp_path / "kept")
     config = json.loads((kept / "config.json").read_text())
     (kept / "config.json").write_text(json.dumps(config | {"coca_kept_layers": edited}))
-    refuses(f"tensor {missing}", kept, tmp_path / "dst")
-    named = missing if edited != [0, 1, 2] else ""
-    refuses(f"tensor {named}", kept, tmp_path / "dst", ntk_length=160)
+    refuses(f"tensor {missing}", kept, tmp_path / "dst", ntk_length=160)
 
 
-def test_a_later_conversion_records_the_earlier_ones(tiny_llama_dir, text, tmp_path, converts):
-    kept, calibrated = tmp_path / "kept", ["--calibrate", text, "--calibrate-passes", 2]
-    calibrated += ["--calibrate-tokens", 256]
-    convert_checkpoint(tiny_llama_dir, kept, keep_layers=[0, 2])
-    printed = converts(kept, tmp_path / "one", "--keep-layers", "2,", *calibrated)
-    assert re.search(r"calibrating layers, divergence \S+ nats: 3 of 3\n", printed)
-    assert "converts              layers 0, no others" in printed
-    assert "of the source;" in printed
-    assert "model=" in printed.partition("Retrieval comes back with training")[2]
-    convert_checkpoint(tmp_path / "one", tmp_path / "two")
-    record = record_of(tmp_path / "two")
-    assert [earlier["source"] for earlier in record["earlier"]] == ["tiny-llama", "kept"]
-    assert record["earlier"][0] == record_of(kept)
-    assert (record["converted_layers"], record["stages_before"]) == ([2], 0)
-    card = (tmp_path / "two" / "README.md").read_text()
+def test_a_later_conversion_records_the_earlier_one(tiny_llama_dir, tmp_path):
+    convert_checkpoint(tiny_llama_dir, tmp_path / "kept", keep_layers=[0, 2])
+    record = convert_checkpoint(tmp_path / "kept", tmp_path / "later", ntk_length=160)
+    assert record["earlier"] == [record_of(tmp_path / "kept")]
+    card = (tmp_path / "later" / "README.md").read_text()
     assert "# tiny-llama with CoCA" in card
-    assert "- source: one, safetensors, CoCA" in card
-    assert "- converted: layers 2, which the source kept" in card
-    card = (tmp_path / "one" / "README.md").read_text()
-    assert "fitted to the attention of layers 0 in the source" in card
+    assert "- source: kept, safetensors, CoCA" in card
 
 
 @pytest.mark.parametrize("name", ["conversion.json", "training.json"])
@@ -188,7 +128,7 @@ def test_a_damaged_record_is_refused_before_anything_is_written(converted, name,
     kept = shutil.copytree(converted("llama", **KEPT)[1], tmp_path / "kept")
     for content, message in (("{", "not JSON"), ('{"base": 3, "stages": 3}', "got .* 3, expected")):
         (kept / name).write_text(content)
-        refuses(f"kept/{name}: {message}", kept, tmp_path / "dst")
+        refuses(f"kept/{name}: {message}", kept, tmp_path / "dst", ntk_length=160)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +147,8 @@ def test_records_from_which_no_card_can_be_made_are_refused_before_the_weights(
     file = kept / name
     record = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps(record | {field: value}))
-    refuses("kept: its records are not what coca-convert and ", kept, tmp_path / "dst")
+    message = "kept: its records are not what coca-convert and "
+    refuses(message, kept, tmp_path / "dst", ntk_length=160)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept"]
 
 
@@ -276,12 +217,16 @@ def test_the_command_keeps_the_layers_whose_calibrated_conversion_harms_most(
     given, tiny_llama_dir, text, tmp_path, converts
 ):
     options = ["--calibrate", text, "--calibrate-tokens", 256, "--calibrate-passes", 3]
-    converts(tiny_llama_dir, tmp_path / "dst", *options, "--keep-layers", given)
+    printed = converts(tiny_llama_dir, tmp_path / "dst", *options, "--keep-layers", given)
+    assert re.search(r"calibrating layers, divergence \S+ nats: 3 of 3\n", printed)
+    assert "model=" in printed.partition("Retrieval comes back with training")[2]
     record = record_of(tmp_path / "dst")
     harms = record["calibration"]["layer_harm"]
     assert len(harms) == 3
     kept = most_harmful(harms, 1 if given == "1" else None)
     assert record["kept_layers"] == kept
+    divergences = [layer["kl_fitted"] for layer in record["calibration"]["attention_kl"]]
+    assert [divergence == 0 for divergence in divergences] == [n in kept for n in range(3)]
     named = ",".join(map(str, kept)) + ","
     converts(tiny_llama_dir, tmp_path / "named", *options, "--keep-layers", named)
     for name in ("model.safetensors", "config.json"):
@@ -357,11 +302,7 @@ def test_kept_layers_get_a_window_and_everything_tells_of_it(
     )
     assert "the layers that calibration finds (1), over the last 64 tokens" in planned
 
-    later = convert_checkpoint(dst, tmp_path / "later")
-    assert "kept_window" not in later
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "later").config.coca_kept_window is None
-    longer = {"ntk_length": 2048, "keep_window": 6, "keep_layers": [1]}
-    assert convert_checkpoint(dst, tmp_path / "longer", **longer)["kept_window"] == 6
+    assert convert_checkpoint(dst, tmp_path / "longer", ntk_length=2048)["kept_window"] == 6
     calibrating = {"calibrate_on": str(text), "calibrate_tokens": 256, "calibrate_block": 16}
     calibrating |= {"calibrate_passes": 1, "keep_layers": 1, "keep_window": 16}
     calibrated = convert_checkpoint(tiny_llama_dir, tmp_path / "calibrated", **calibrating)
@@ -401,10 +342,6 @@ def test_a_window_over_kept_layers_that_cannot_be_is_refused(
     options = {"calibrate_on": str(text), "calibrate_block": 16, "keep_layers": [1]}
     expected = "got 6, expected at least 16 tokens, those of a block of --calibrate"
     refuses(f"--keep-window: {expected}", tiny_llama_dir, dst, **options, keep_window=6)
-    convert_checkpoint(tiny_llama_dir, tmp_path / "two", keep_layers=[0, 1], keep_window=6)
-    refuses(f"two: coca_kept_window: {expected}", tmp_path / "two", dst, **options)
-    nothing_to_fit = options | {"keep_layers": None, "ntk_length": 4096}
-    refuses("--calibrate: got a CoCA checkpoint, exp", tmp_path / "two", dst, **nothing_to_fit)
     windowed, *_ = converted("qwen3-window")
     message = "--keep-window: got 6, but the model has windows of its own"
     refuses(message, windowed, dst, keep_layers=[1], keep_window=6)

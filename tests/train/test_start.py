@@ -208,22 +208,6 @@ def test_a_checkpoint_that_cannot_be_used_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_kept_layers_of_a_trained_model_are_trained_later(recipe_path, tiny_llama_dir, tmp_path):
-    coca_hf.convert_checkpoint(tiny_llama_dir, tmp_path / "kept", keep_layers=[1])
-
-    def trained(model: str) -> Path:
-        recipe = load_recipe(recipe_path, [f"model={tmp_path / model}"])
-        return run_recipe(recipe, tmp_path / f"{model}-run", "k")
-
-    before = trained("kept")
-    coca_hf.convert_checkpoint(before, tmp_path / "later")
-    untrained = (tmp_path / "later" / "README.md").read_text()
-    assert "converted after 1 of the stages below; they are not trained yet." in untrained
-    card = (trained("later") / "README.md").read_text()
-    assert "Layers 1 kept the original's attention until they were converted after 1 of" in card
-    assert "not trained yet" not in card
-
-
 def test_blocks_that_skip_beyond_the_models_positions_are_refused(recipe_path):
     recipe = load_recipe(recipe_path, ["data.skip_positions=65", "data.seq_len=32"])
     with pytest.raises(CocaError, match="skip_positions: got 65, expected at most 64, the pos"):
