@@ -3,7 +3,6 @@
 import functools
 import re
 import shlex
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -39,8 +38,7 @@ def convert_command(
         typer.Option(
             help="Keep the original's attention in these layers, numbered from 0, as in 8,17,18 "
             "(one layer: '8,'). With --calibrate, 6 keeps the six layers whose conversion changes "
-            "the predictions most, and auto as many as cause half of the change. 6:OUT keeps the "
-            "six that coca-eval layers --out OUT ranks first."
+            "the predictions most, and auto as many as cause half of the change."
         ),
     ] = None,
     keep_window: Annotated[
@@ -232,12 +230,9 @@ def convert_command(
 
 
 def _layers_to_keep(text: str) -> list[int] | int | str:
-    """As `_chosen`, or of `6:OUT` the six layers that `coca-eval layers --out OUT` ranks first."""
-    if ranked := re.fullmatch(r"(\d{1,9}):(.*)", text):
-        return _harmed_most(int(ranked[1]), Path(ranked[2]))
     expected = (
-        "layers by number, from 0, as in 8,17,18 (one layer: '8,'); with --calibrate how many, as "
-        "in 6, or auto; or 6:OUT, the six that coca-eval layers --out OUT ranks first"
+        "layers by number, from 0, as in 8,17,18 (one layer: '8,'), or with --calibrate how many, as "
+        "in 6, or auto"
     )
     return _chosen("--keep-layers", text, list | int | str, expected)
 
@@ -268,32 +263,6 @@ def _chosen(option: str, text: str, kinds: Any, expected: str) -> Any:
     if not isinstance(chosen, kinds):
         raise BadOption(f"{option}: got {text!r}, expected {expected}")
     return chosen
-
-
-def _harmed_most(count: int, out: Path) -> list[int]:
-    """The first `count` layers of the last ranking in `out`, which must be of one model."""
-    from coca_hf.evaluate.rows import read_rows
-
-    try:
-        rows = read_rows(out / "rows.jsonl")
-        rankings = [row for row in rows if row["task"] == "layers" and "order" in row]
-        models, baseline = sorted({row["model"] for row in rankings}), rankings[-1]["baseline"]
-        order = [int(layer) for layer in rankings[-1]["order"]]
-    except (OSError, ValueError, LookupError, TypeError):
-        raise BadOption(
-            f"--keep-layers: got no ranking in {out}, expected the --out of coca-eval layers"
-        ) from None
-    if len(models) > 1:
-        raise BadOption(
-            f"--keep-layers: got rankings of {', '.join(models)} in {out}, expected one model's; give "
-            "coca-eval layers another --out for each"
-        )
-    if not 0 < count <= len(order):
-        what = f"{count} of the layers that {out} ranks"
-        raise BadOption(f"--keep-layers: got {what}, expected 1 to {len(order)}")
-    ranked = order[:count]
-    console.print(f"--keep-layers: {','.join(map(str, ranked))}, as ranked for {baseline}")
-    return ranked
 
 
 def _print_plan(plan: dict, dst: str) -> None:

@@ -10,8 +10,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from coca_cli.convert import _layers_to_keep
-from coca_cli.main import BadOption
 from coca_hf import CocaError, convert_checkpoint, patch_
 from coca_hf.convert.calibration import layer_harms, most_harmful
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
@@ -239,7 +237,7 @@ OTHER_VALUES = {
     "auto": "got auto without --calibrate",
     "0 --calibrate": "got 0, expected auto, a number from 1, or a list of layers",
     "4 --calibrate": "got 4, expected at most the model's 3 layers",
-    **{given: f"got {given!r}, expected" for given in ("x", "1;2", "-1,0", "auto,1")},
+    **{given: f"got {given!r}, expected" for given in ("x", "1;2", "-1,0", "auto,1", "6:out")},
 }
 
 
@@ -252,32 +250,6 @@ def test_other_values_of_keep_layers_are_refused_and_a_number_needs_calibration(
     printed = refusal(tiny_llama_dir, tmp_path / "dst", *options, f"--keep-layers={value}")
     assert f"--keep-layers: {OTHER_VALUES[given]}" in printed
     assert not list(tmp_path.iterdir())
-
-
-def test_a_number_of_layers_means_those_that_coca_eval_layers_ranks_first_and_names_them(
-    tmp_path, capsys
-):
-    passkey = {"task": "passkey", "model": "coca", "rope": "default", "length": 9, "value": 1.0}
-    ranking = passkey | {"task": "layers", "baseline": "llama"}
-    rows = [ranking | {"order": [0, 1, 2]}, passkey, ranking | {"order": [2, 0, 1]}]
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "rows.jsonl").write_text(lines + lines[:50])  # the last one was being written
-    assert _layers_to_keep(f"2:{tmp_path}") == [2, 0]
-    assert capsys.readouterr().err == "--keep-layers: 2,0, as ranked for llama\n"
-
-    def refused(message, given):
-        with pytest.raises(BadOption, match=message):
-            _layers_to_keep(given)
-
-    for count in (0, 4):
-        message = f"got {count} of the layers that .* ranks, expected 1 to 3"
-        refused(message, f"{count}:{tmp_path}")
-    refused("got no ranking in .*nothing, expected the --out of", f"2:{tmp_path / 'nothing'}")
-    other = json.dumps(rows[0] | {"model": "another"}) + "\n"
-    (tmp_path / "rows.jsonl").write_text(lines + other)
-    refused("got rankings of another, coca in .*, expected one model's", f"2:{tmp_path}")
-    (tmp_path / "rows.jsonl").write_text(json.dumps(passkey) + "\n")
-    refused("got no ranking", f"2:{tmp_path}")
 
 
 def test_kept_layers_get_a_window_and_everything_tells_of_it(
