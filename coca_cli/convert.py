@@ -83,12 +83,9 @@ def convert_command(
         int | None,
         typer.Option(
             help="Write dynamic NTK's base for this many tokens into the config, for engines that "
-            "know static RoPE only. If SRC is a CoCA checkpoint, its layers stay as they are."
+            "know static RoPE only. Its factor is the config's, or the ratio of the lengths. If SRC is "
+            "a CoCA checkpoint, its layers stay as they are."
         ),
-    ] = None,
-    ntk_factor: Annotated[
-        float | None,
-        typer.Option(help="Factor of dynamic NTK; default: the config's, or the length ratio."),
     ] = None,
     released: Annotated[
         bool,

@@ -49,7 +49,6 @@ WRONG = {
     "coca-convert a b --constraint loose": "'loose' is not one of 'slack', 'strict'",
     "coca-convert a b --calibrate-tokens 0": "--calibrate-tokens: got 0, expected greater than or "
     "equal to 1",
-    "coca-convert a b --ntk-factor x": "--ntk-factor: got x, expected a valid number",
     "coca-convert a": "Missing argument 'dst'",
     "coca-train a.yaml --stages k": "No such option: --stages",
     "coca-train a --plan --stage k": "--stage: --plan does not take it, only a run does; leave it",
@@ -58,6 +57,7 @@ WRONG = {
     "coca-train a --prepare --json": "--json: --prepare does not take it, only --plan does",
     "coca-train a --gpu H100": "--gpu: a run does not take it, only --plan does; leave it out",
     "coca-train a --world-size 1": "--world-size: a run does not take it, only --plan or --prepare",
+    "coca-train a --plan --mfu x": "--mfu: got x, expected a valid number",
     "coca-train a --plan --prepare": "--plan, --prepare: got both, expected one of them",
     "coca-eval perplexi": "No such command 'perplexi'. Did you mean 'perplexity'?",
     f"{PERPLEXITY} --stride 0": "--stride: got 0, expected greater than or equal to 1",

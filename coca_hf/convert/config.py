@@ -154,7 +154,6 @@ class Form:
     dtype: str
     shard_bytes: int
     ntk_length: int | None
-    ntk_factor: float | None
     released: bool
     ignored_fields: Collection[str]
     content_pairs: int | Literal["auto"] | None
@@ -306,15 +305,15 @@ def with_kept_window(config: CocaConfig, window: int, where: str) -> CocaConfig:
     return windowed
 
 
-def bake_ntk_(config: CocaConfig, length: int, factor: float | None, where: str) -> dict:
+def bake_ntk_(config: CocaConfig, length: int, where: str) -> dict:
     """Give `config` dynamic NTK's rotary base for `length` tokens; returns what was done.
 
     Afterwards `rope_type` is `default`, `max_position_embeddings` is the length, and the trained
-    length is in `rope_parameters["original_max_position_embeddings"]`. The default of dynamic NTK's
-    factor is the config's own, if its RoPE is dynamic, or length / trained length, which is what
-    transformers means by a factor: how many times the trained length the model should reach. To get
-    the function whose perplexity was measured, pass the factor of that measurement (the paper's are
-    2, 4 and 8).
+    length is in `rope_parameters["original_max_position_embeddings"]`. Dynamic NTK's factor is the
+    config's own, if its RoPE is dynamic, or length / trained length, which is what transformers
+    means by a factor: how many times the trained length the model should reach. To get the function
+    whose perplexity was measured, the config has to have the factor of that measurement (the
+    paper's are 2, 4 and 8).
 
     Raises CocaError if the configuration's RoPE is scaled in another way or baked already, the
     length does not exceed the trained one, or the base overflows float32. `where` names the
@@ -337,13 +336,15 @@ def bake_ntk_(config: CocaConfig, length: int, factor: float | None, where: str)
     if problem:
         raise CocaError(f"{option} {problem}")
     try:
-        if factor is None:
-            factor = rope["factor"] if rope["rope_type"] == "dynamic" else length / trained_len
+        factor = rope["factor"] if rope["rope_type"] == "dynamic" else length / trained_len
         base = ntk_base(rope["rope_theta"], factor, length, trained_len, rotary_dim(config))
     except OverflowError:
         base = math.inf
     if not base <= torch.finfo(torch.float32).max:  # the dtype in which models compute angles
-        raise CocaError(f"{option} {length} and factor {factor}, whose base is beyond float32")
+        raise CocaError(
+            f"{option} {length}, whose base is beyond float32; expected fewer tokens, or a smaller "
+            "factor of a dynamic RoPE"
+        )
     done = {
         "ntk_length": length,
         "trained_length": trained_len,

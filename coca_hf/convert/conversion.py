@@ -57,7 +57,6 @@ def convert_checkpoint(
     progress: Progress | None = None,
     max_shard_size: str = "1GB",
     ntk_length: int | None = None,
-    ntk_factor: float | None = None,
     released: bool = False,
     calibrate_on: str | None = None,
     calibrate_tokens: int = 32768,
@@ -95,7 +94,6 @@ def convert_checkpoint(
     progress: called with bytes written and bytes in all, by one thread at a time
     max_shard_size: of a file of weights, as in `500MB`; a larger tensor has a file to itself
     ntk_length: tokens for which to write dynamic NTK's base (`bake_ntk_`)
-    ntk_factor: dynamic NTK's factor
     released: `src` is a GPT-NeoX checkpoint of the authors' code, which its files do not show
     calibrate_on: text to fit W_Q, W_T and W_O to the original's attention on (`calibration.py`)
     calibrate_tokens: tokens of that text; as many tokens of repeated passages are added
@@ -142,7 +140,6 @@ def convert_checkpoint(
         dtype,
         shard_bytes,
         ntk_length,
-        ntk_factor,
         released,
         ignore_fields,
         content_pairs,

@@ -69,7 +69,7 @@ class Layout:
             self.config = with_kept_window(self.config, form.kept_window, where)
         self.ntk = None
         if form.ntk_length:
-            self.ntk = bake_ntk_(self.config, form.ntk_length, form.ntk_factor, where)
+            self.ntk = bake_ntk_(self.config, form.ntk_length, where)
         self.from_coca = is_coca(source.config)
         num_layers = self.config.num_hidden_layers
         if num_layers > len(shapes):  # checked before anything counts up to it

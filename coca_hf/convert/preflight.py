@@ -4,7 +4,6 @@
 tensors' shapes, `open_source` damaged files, and `Staging` foreign files from an earlier run.
 """
 
-import math
 import os
 import re
 import shutil
@@ -37,10 +36,6 @@ def check_options(form: Form) -> None:
         )
     if form.ntk_length is not None and form.ntk_length < 1:
         raise CocaError(f"--ntk-length: got {form.ntk_length}, expected the total number of tokens")
-    if form.ntk_factor is not None and not (form.ntk_length and 1 <= form.ntk_factor < math.inf):
-        raise CocaError(
-            f"--ntk-factor: got {form.ntk_factor}, expected at least 1, together with --ntk-length"
-        )
 
 
 def check_layers(

@@ -106,7 +106,7 @@ def pairs_of(tmp_path):
             model.save_pretrained(path)
             source = stack.enter_context(contextlib.closing(open_source(path)))
             content = content_pairs, content_layers
-            form = Form(path, constraint, "auto", 10**9, None, None, False, (), *content)
+            form = Form(path, constraint, "auto", 10**9, None, False, (), *content)
             return LayerPairs(Layout(source, form, kept_layers), "cpu", **options)
 
         yield save

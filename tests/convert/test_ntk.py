@@ -53,17 +53,14 @@ def test_logits_equal_dynamic_ntk_for_that_length_everywhere(tmp_path, constrain
     assert (unscaled - expected).abs().max() > 1e-2 * expected.abs().max()
 
 
-@pytest.mark.parametrize("factor", [None, 2.0])
-def test_plain_rope_takes_length_over_trained_length_as_factor_or_the_given_one(tmp_path, factor):
+def test_plain_rope_takes_length_over_trained_length_as_factor(tmp_path):
     saved(tmp_path / "src", rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
-    given = {"ntk_length": 256, "ntk_factor": factor}
-    record = convert_checkpoint(tmp_path / "src", tmp_path / "dst", **given)
-    dynamic = DYNAMIC | {"factor": factor or 4.0}
-    base = ntk_base(5000.0, dynamic["factor"], 256, 64, 8)
+    record = convert_checkpoint(tmp_path / "src", tmp_path / "dst", ntk_length=256)
+    base = ntk_base(5000.0, 4.0, 256, 64, 8)
     assert record["rope"] == {
         "ntk_length": 256,
         "trained_length": 64,
-        "factor": dynamic["factor"],
+        "factor": 4.0,
         "rope_theta": {"before": 5000.0, "after": base},
     }
     config = record_of(tmp_path / "dst", "config.json")
@@ -73,7 +70,7 @@ def test_plain_rope_takes_length_over_trained_length_as_factor_or_the_given_one(
         "rope_theta": base,
         "original_max_position_embeddings": 64,
     }
-    saved(tmp_path / "src-dynamic", rope_parameters=dynamic)
+    saved(tmp_path / "src-dynamic", rope_parameters=DYNAMIC | {"factor": 4.0})
     convert_checkpoint(tmp_path / "src-dynamic", tmp_path / "dynamic")
     expected = logits(tmp_path / "dynamic", 256, rope_length=256)
     assert (logits(tmp_path / "dst", 256) - expected).abs().max() < 2e-4 * expected.abs().max()
@@ -140,28 +137,27 @@ def test_loading_an_export_warns_of_nothing(tmp_path, tiny_coca_dir, monkeypatch
     assert any("rope_parameters" in text for text in said)
 
 
-LINEAR = {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}
-
-
-NOT_BAKED = {  # --ntk-length and --ntk-factor
-    "--ntk-length: got 64, expected more than the 64 tokens of training": (64, None),
-    "--ntk-length: got 0, expected the total number of tokens": (0, None),
-    "--ntk-factor: got 0.5, expected at least 1": (128, 0.5),
-    "--ntk-factor: got nan, expected at least 1": (128, float("nan")),
-    "--ntk-factor: got 2.0, expected at least 1, together with --ntk-length": (None, 2.0),
-    "got 128 and factor 1e+308, whose base is beyond float32": (128, 1e308),
-    "whose base is beyond float32": (10**400, None),
-    "got 2 rotary dimensions, expected more than one rotary pair": (128, None, {"head_dim": 2}),
-    "got rope_type 'linear', expected default or dynamic": (128, None, LINEAR),
+NOT_BAKED = {  # --ntk-length, and what the source has
+    "--ntk-length: got 64, expected more than the 64 tokens of training": (64, {}),
+    "--ntk-length: got 0, expected the total number of tokens": (0, {}),
+    "got 128, whose base is beyond float32; expected fewer tokens, or a smaller factor": (
+        128,
+        {"rope_parameters": DYNAMIC | {"factor": 1e308}},
+    ),
+    "whose base is beyond float32": (10**400, {}),
+    "got 2 rotary dimensions, expected more than one rotary pair": (128, {"head_dim": 2}),
+    "got rope_type 'linear', expected default or dynamic": (
+        128,
+        {"rope_parameters": DYNAMIC | {"rope_type": "linear"}},
+    ),
 }
 
 
 @pytest.mark.parametrize("message", NOT_BAKED)
 def test_what_cannot_be_baked_is_refused(tmp_path, message):
-    length, factor, *fields = NOT_BAKED[message]
-    src = saved(tmp_path / "src", **dict(*fields))
-    options = {"ntk_length": length, "ntk_factor": factor}
-    refuses(re.escape(message), src, tmp_path / "dst", **options)
+    length, fields = NOT_BAKED[message]
+    src = saved(tmp_path / "src", **fields)
+    refuses(re.escape(message), src, tmp_path / "dst", ntk_length=length)
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
 
 
