@@ -319,12 +319,6 @@ def _print_conversion(record: dict, dst: str) -> None:
     if calibration := record.get("calibration"):
         words = perplexity_in_words(calibration, record)
         _line("calibrated", f"{words}; {calibration['seconds']:,.0f} s")
-    if record.get("fix_mistral_regex") is False:
-        _line(
-            "tokenizer",
-            f"the source's; fix_mistral_regex has no effect on {dst}: to have it, write "
-            '"fix_mistral_regex": true in tokenizer_config.json of the source, and convert again',
-        )
     if record.get("calibration"):
         console.print(
             "Retrieval comes back with training. Next: coca-train recipes/recover.yaml "

@@ -15,7 +15,6 @@ from typing import Literal
 import torch
 import xxhash
 from huggingface_hub import HfApi
-from transformers import PreTrainedTokenizerBase
 
 from coca_hf.card import base_metadata, make_card, write_card
 from coca_hf.convert import preflight
@@ -180,7 +179,7 @@ def convert_checkpoint(
         if records:  # the card is made from them when all weights are written
             problem = "its records are not what coca-convert and coca-train write; restore them"
             with library_errors(f"{source.directory}: {problem}"):
-                made = _record(layout, [], None, None, base, records)
+                made = _record(layout, [], None, base, records)
                 make_card(made, records.get(TRAINING_RECORD, {}))
         preflight.check_kept_number(ranked, layout)
         calibration = None
@@ -206,7 +205,7 @@ def convert_checkpoint(
             possible.append(Layout(source, form, range(layout.config.num_hidden_layers)))
         preflight.check_room(expected, target, *(calibration.needs[1:] if calibration else ()))
         is_open = bool(chooses_content or ranked)
-        tokenizer = _begin(staging, layout, calibration, is_open)
+        _begin(staging, layout, calibration, is_open)
         # weights in `scratch` are headers alone
         numbers_are_here, began = scratch not in source.directory.parents, time.perf_counter()
         if (calibration or dry_run) and numbers_are_here:
@@ -231,13 +230,13 @@ def convert_checkpoint(
                 kept = calibration.most_harmful(layout, ranked, staging.calibrated, report)
                 layout = Layout(source, form, kept)
             if is_open:
-                tokenizer = _begin(staging, layout, calibration)
+                _begin(staging, layout, calibration)
             calibration.run(layout, staging.calibrated, report)
         WeightsWriter(layout, staging, progress or (lambda done, total: None)).write()
         layout.calibrated = {}  # NFS removes no directory whose files are mapped
         source.check_unchanged()
         finished = staging.finished.values()
-        record = without_paths(_record(layout, finished, tokenizer, calibration, base, records))
+        record = without_paths(_record(layout, finished, calibration, base, records))
         (staging.checkpoint / RECORD).write_text(json.dumps(record, indent=2) + "\n")
         if training := records.get(TRAINING_RECORD):  # older ones have paths
             kept_facts = {name: training[name] for name in training if name not in HASHES}
@@ -252,15 +251,15 @@ def convert_checkpoint(
 
 def _begin(
     staging: Staging, layout: Layout, calibration: Calibration | None, is_open: bool = False
-) -> PreTrainedTokenizerBase | None:
-    """Write all but weights, record and card; returns the source's tokenizer, if one loads.
+) -> None:
+    """Write all but weights, record and card.
 
     is_open: calibration has yet to choose layers, so all shards of an earlier run stay.
     """
     layout.calibrated_from = calibration.task.settings if calibration else None
     staging.begin(None if is_open else layout.made_from(), layout.shards)
     layout.config.save_pretrained(staging.checkpoint)  # also copies the modelling files
-    return layout.source.save_companions(staging.checkpoint, layout.form.ntk_length)
+    layout.source.save_companions(staging.checkpoint, layout.form.ntk_length)
 
 
 def _plan(layout: Layout, target: Path, seconds: float | None) -> dict:
@@ -288,15 +287,11 @@ def _plan(layout: Layout, target: Path, seconds: float | None) -> dict:
 def _record(
     layout: Layout,
     finished: Collection[FinishedShard],
-    tokenizer: PreTrainedTokenizerBase | None,
     calibration: Calibration | None,
     base: dict,
     records: Mapping[str, dict],
 ) -> dict:
     """The content of `conversion.json`, when all shards are `finished`."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    # transformers notes on it whether `fix_mistral_regex` would change it
-    needs_mending = getattr(backend, "fix_mistral_regex", None) is False
     read = {name: digest for facts in finished for name, digest in facts.read.items()}
     record = _facts(layout) | {
         "source_xxh3_128": xxhash.xxh3_128_hexdigest(json.dumps(read, sort_keys=True).encode()),
@@ -305,7 +300,6 @@ def _record(
         "base": base,
         "architecture": coca_class(layout.config).__name__,
         "start": _initialisation(layout, finished),
-        "fix_mistral_regex": False if needs_mending else None,
         "versions": versions("coca-hf", "transformers", "torch", "safetensors"),
         "date": now(),
         "calibration": calibration.record if calibration else None,

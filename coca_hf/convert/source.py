@@ -191,13 +191,11 @@ class Source:
                     )
         return found
 
-    def save_companions(
-        self, directory: Path, ntk_length: int | None
-    ) -> PreTrainedTokenizerBase | None:
+    def save_companions(self, directory: Path, ntk_length: int | None) -> None:
         """Copy the tokenizer, chat templates, generation config and licence to `directory`.
 
-        directory: has its config.json already. ntk_length: the new longest text. Returns the
-        tokenizer, if it loads. Raises CocaError for a link that leads out of the checkpoint.
+        directory: has its config.json already. ntk_length: the new longest text. Raises CocaError
+        for a link that leads out of the checkpoint.
         """
         if ntk_length and os.path.lexists(self.directory / TOKENIZER):
             read_json(checkpoint_file(self.directory, TOKENIZER))  # errors name the source's file
@@ -222,7 +220,6 @@ class Source:
             self._save_settings_of_generation(directory / GENERATION_CONFIG_NAME)
         if ntk_length:
             _raise_tokenizer_length(directory / TOKENIZER, ntk_length)
-        return tokenizer
 
     def _save_settings_of_generation(self, file: Path) -> None:
         """Save those in config.json, where older checkpoints have them, if there are any:
