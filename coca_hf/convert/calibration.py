@@ -71,7 +71,7 @@ CHUNK = 512  # tokens whose predictions are in memory at once
 
 class LayerFit(NamedTuple):
     """KL(original's map || CoCA's) in nats, the mean over heads and held-out queries; 0 if the layer
-    keeps the source's attention."""
+    keeps the original's attention."""
 
     kl_start: float
     kl_fitted: float

@@ -167,7 +167,7 @@ def is_coca(config: Mapping) -> bool:
 
 
 def converted_config(
-    config: Mapping, form: Form, kept_layers: Sequence[int] | None, where: str
+    config: Mapping, form: Form, kept_layers: Sequence[int], where: str
 ) -> CocaConfig:
     """The configuration to write, without the NTK base that `form` may ask for.
 
@@ -175,7 +175,7 @@ def converted_config(
     would change its layers, or for no NTK base.
     """
     if not is_coca(config):
-        kept = sorted(kept_layers or ())
+        kept = sorted(kept_layers)
         # ranked layers, which are known after calibration, may be among the content layers
         some = {*form.content_layers} - {*kept}
         constraint, content = form.constraint or "slack", form.content_pairs or 0
@@ -188,7 +188,7 @@ def converted_config(
         )
     changes = {
         "--constraint": form.constraint not in (None, own.coca_constraint),
-        "--keep-layers": kept_layers is not None,
+        "--keep-layers": bool(kept_layers),
         "--content-pairs": form.content_pairs is not None,
         "--content-layers": bool(form.content_layers),
     }

@@ -125,9 +125,7 @@ def convert_checkpoint(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     report = calibrate_progress or (lambda progress: None)
     ranked = keep_layers if isinstance(keep_layers, (int, str)) else None
-    named = (
-        None if isinstance(keep_layers, (int, str)) or keep_layers is None else list(keep_layers)
-    )
+    named = [] if isinstance(keep_layers, (int, str)) or keep_layers is None else list(keep_layers)
     content = content_layers if isinstance(content_layers, str) else list(content_layers)
     chooses_content = content == "auto"
 

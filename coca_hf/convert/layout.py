@@ -61,7 +61,7 @@ class Layout:
     Raises CocaError for a source that is not understood.
     """
 
-    def __init__(self, source: Source, form: Form, kept_layers: Sequence[int] | None):
+    def __init__(self, source: Source, form: Form, kept_layers: Sequence[int]):
         self.source, self.form, self._dtype = source, form, DTYPES.get(form.dtype)
         shapes, where = source.shapes(), str(source.config_file)
         self.config = converted_config(source.config, form, kept_layers, where)

@@ -39,7 +39,7 @@ def check_options(form: Form) -> None:
 
 
 def check_layers(
-    named: Sequence[int] | None,
+    named: Sequence[int],
     ranked: int | str | None,
     content: Collection[int] | str,
     calibrate_on: str | None,
@@ -54,13 +54,13 @@ def check_layers(
                 "--calibrate, which fits each layer in both ways"
             )
         content = ()
-    for option, layers in (("--keep-layers", named or ()), ("--content-layers", content)):
+    for option, layers in (("--keep-layers", named), ("--content-layers", content)):
         if twice := sorted(layer for layer, count in Counter(layers).items() if count > 1):
             raise CocaError(
                 f"{option}: got layer {twice[0]} more than once in {list(layers)}, expected each "
                 "layer once"
             )
-    if both := sorted({*(named or ())} & {*content}):
+    if both := sorted({*named} & {*content}):
         raise CocaError(
             f"--content-layers: got layers {both}, which --keep-layers keeps; expected CoCA layers"
         )

@@ -97,7 +97,7 @@ def pairs_of(tmp_path):
         def save(
             model,
             constraint="slack",
-            kept_layers=None,
+            kept_layers=(),
             content_pairs=0,
             content_layers=(),
             **options,
