@@ -158,9 +158,10 @@ class ModelOptions:
             check_rope(loaded.model, setting)
         return loaded
 
-    def make(self, run, yielded: Iterable[dict], new_tokens: int = 0) -> None:
+    def make(self, run, yielded: Iterable[dict], new_tokens: int = 0) -> list[dict]:
         """Make the rows of a run, on all processes of `accelerate launch`, and print them.
 
+        Returns the rows in the main process, none in others.
         new_tokens: of an answer, for the warning that RoPE settings do not reach the lengths.
         """
         from coca_hf.evaluate.loaded_model import processes, warn_beyond_trained
@@ -172,7 +173,8 @@ class ModelOptions:
         warn(warn_beyond_trained(run.loaded.model, run.ropes, run.lengths, new_tokens))
         with Progress(console) as run.progress:
             rows = list(yielded)
-        if processes().is_main_process:
+        is_main = processes().is_main_process
+        if is_main:
             PlainConsole().print(results_table(MEASUREMENTS[rows[0]["task"]], rows))
             say(f"rows: {self.out / 'rows.jsonl'}")
             words = ("coca-eval", "report", str(self.out), "--out", str(self.out / "page"))
@@ -180,6 +182,7 @@ class ModelOptions:
             if note := made_otherwise(rows):
                 console.print(f"note: {note}", style="yellow")
         processes().destroy_process_group()
+        return rows if is_main else []
 
 
 @dataclass
@@ -401,7 +404,9 @@ def layers_command(
     run = options.load(lengths, batch_size)
     other = options.load_one(original, run.ropes)
     sample = texts.draw(run, special_tokens=False)
-    options.make(run, layer_rows(run, other, sample, cases, texts.seed))
+    for row in options.make(run, layer_rows(run, other, sample, cases, texts.seed)):
+        if "order" in row:
+            say(f"keep first, by {row['length']} tokens: {','.join(map(str, row['order']))}")
 
 
 @app.command("tasks")

@@ -1,4 +1,5 @@
 import math
+import re
 
 import pytest
 import torch
@@ -115,6 +116,7 @@ def test_command(tiny_llama_dir, tiny_coca_dir, books, tmp_path, coca_eval):
     code, stdout, stderr = coca_eval(f"layers {tiny_llama_dir} {tiny_coca_dir}", options)
     assert code == 0, stderr
     assert "layers by context length" in stdout
+    assert re.search(r"^keep first, by 30 tokens: [012],[012],[012]$", stdout, re.MULTILINE)
     assert coca_eval(f"report {out} --out {tmp_path / 'page'}")[0] == 0
     page = (tmp_path / "page" / "report.md").read_text()
     assert "## Harm of each layer" in page
