@@ -37,7 +37,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from coca_hf.errors import CocaError, library_errors
-from coca_hf.train.flops import PEAK_FLOPS, TokenFlops, count_flops, peak_flops
+from coca_hf.train.flops import PEAK_FLOPS, count_flops, peak_flops
 from coca_hf.train.model import (
     count_parameters,
     model_from_config,
@@ -103,16 +103,12 @@ class StagePlan:
     trained: int
     total: int
     tokens: int
-    token_flops: TokenFlops
+    flops: int
     seconds: float
     setting: Setting
     memory: Memory
     fits: bool
     change: str | None
-
-    @property
-    def flops(self) -> int:
-        return self.tokens * self.token_flops.model
 
 
 @dataclass(frozen=True)
@@ -129,8 +125,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         stages = [
-            {**dataclasses.asdict(stage), "flops": stage.flops, "peak_bytes": stage.memory.peak}
-            for stage in self.stages
+            {**dataclasses.asdict(stage), "peak_bytes": stage.memory.peak} for stage in self.stages
         ]
         return {**dataclasses.asdict(self), "reserve": RESERVE, "stages": stages}
 
@@ -206,7 +201,7 @@ def _plan_stage(
         recipe.stage_options(stage).context_parallel_size,
     )
     tokens = arguments.max_steps * setting.global_batch * seq_len
-    token_flops = count_flops(model, seq_len)
+    flops = tokens * count_flops(recipe, stage)
     memory = measure(recipe, stage, setting)
     usable = gpu_bytes * (1 - RESERVE)
     fits = memory.peak <= usable
@@ -215,8 +210,8 @@ def _plan_stage(
         trained,
         total,
         tokens,
-        token_flops,
-        tokens * token_flops.model / (flops_per_second * world_size),
+        flops,
+        flops / (flops_per_second * world_size),
         setting,
         memory,
         fits,

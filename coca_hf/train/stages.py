@@ -244,7 +244,7 @@ def _run_stage(recipe: Recipe, stage: ResolvedStage, blocks: Blocks, stop: StopR
         stage.directory / "log.jsonl",
         seq_len,
         stage.blocks_per_step,
-        count_flops(model, seq_len).model,
+        count_flops(recipe, stage.of_recipe),
         options.held_out_steps,
         place,
     )

@@ -26,7 +26,6 @@ from tests.conftest import TINY as THREE_LAYERS
 TINY = {**THREE_LAYERS, "num_hidden_layers": 2}
 BATCH, SEQ_LEN, VOCAB = 4, 60, 70
 STAGES = [{"name": "k", "train": ["t_proj"]}, {"name": "full", "train": "all"}]
-WINDOWS = "config.coca_kept_window=9", "config.coca_kept_window=null"
 ONE_LAYER = "config.num_hidden_layers=1"  # halves the time of tests that need no second layer
 
 
@@ -206,10 +205,6 @@ def test_kept_layers_with_a_window_are_planned_as_they_run(path, monkeypatch, tm
     memory = measure(recipe, recipe.stages[1], Setting(1, BATCH, 1, False))
     peak, _ = real_run(recipe, recipe.stages[1], False)
     assert memory.peak == pytest.approx(peak, rel=0.02)
-    near, wide = (plan_recipe(alone(load_recipe(path, [w]), 1)).stages[0] for w in WINDOWS)
-    # scores and values of each query and head, two operations a product
-    saved = 2 * 2 * config.hidden_size * (SEQ_LEN - 9)
-    assert wide.token_flops.forward - near.token_flops.forward == saved
 
 
 def test_a_model_that_looks_into_its_positions_is_planned(path, tmp_path):
