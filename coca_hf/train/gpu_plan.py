@@ -123,12 +123,6 @@ class Plan:
     notes: list[str]
     stages: list[StagePlan]
 
-    def to_dict(self) -> dict[str, Any]:
-        stages = [
-            {**dataclasses.asdict(stage), "peak_bytes": stage.memory.peak} for stage in self.stages
-        ]
-        return {**dataclasses.asdict(self), "reserve": RESERVE, "stages": stages}
-
     def advice(self) -> list[str]:
         """What does not fit and what to set, then what the numbers do not count."""
         changes = [f"stages.{stage.name}: {stage.change}" for stage in self.stages if stage.change]

@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import json
 import math
 
 import pytest
@@ -304,14 +303,9 @@ def test_what_cannot_be_planned_is_refused(path, words):
     assert NO_PLAN[words] in str(result.exception)
 
 
-def test_the_command_prints_a_table_or_json(path):
-    arguments = [str(path), ONE_LAYER, "--plan", "--world-size", "2"]
-    table = CliRunner().invoke(train_app, arguments, env={"COLUMNS": "200"})
-    assert table.exit_code == 0, table.exception
-    assert "2 x H100, 80 GB each, at MFU 0.4 of 989 TFLOPS" in table.stdout
-    arguments = [str(path), ONE_LAYER, "training.torch_compile=true", "--plan", "--json"]
-    result = CliRunner().invoke(train_app, arguments)
-    plan = json.loads(result.stdout)
-    assert [stage["name"] for stage in plan["stages"]] == ["k", "full"]
-    assert plan["stages"][0]["peak_bytes"] == sum(plan["stages"][0]["memory"]["at_peak"].values())
-    assert "stages.k: planned without torch_compile" in plan["notes"]
+def test_the_command_prints_a_table_and_notes(path):
+    arguments = [str(path), ONE_LAYER, "training.torch_compile=true", "--plan", "--world-size", "2"]
+    result = CliRunner().invoke(train_app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.exception
+    assert "2 x H100, 80 GB each, at MFU 0.4 of 989 TFLOPS" in result.stdout
+    assert "stages.k: planned without torch_compile" in result.stdout
