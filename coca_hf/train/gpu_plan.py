@@ -80,7 +80,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU by category: at their peak, and just before the optimizer steps.
+    """Bytes on one GPU at their peak, by category.
 
     weights: this GPU's share of the parameters; activations: with the logits and what is
     recomputed; other: weights gathered from other GPUs, gradients of activations, buffers of
@@ -88,7 +88,6 @@ class Memory:
     """
 
     at_peak: dict[str, int]
-    at_step: dict[str, int]
 
     @property
     def peak(self) -> int:
@@ -352,7 +351,7 @@ def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
                     model.train()
             for _ in range(2):
                 _step(model, optimizer, part, accumulated=min(setting.accumulation, 2))
-    return Memory(tracker.at_peak, tracker.at_step)
+    return Memory(tracker.at_peak)
 
 
 def planned_arguments(recipe: Recipe, stage: Stage) -> TrainingArguments:
@@ -438,7 +437,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         super().__init__()
-        self.at_peak, self.at_step, self._now = (dict.fromkeys(CATEGORIES, 0) for _ in range(3))
+        self.at_peak, self._now = (dict.fromkeys(CATEGORIES, 0) for _ in range(2))
         self._optimizer = optimizer
         self._entries = WeakIdKeyDictionary()  # storage -> [category, bytes]
         self._learning = _learning(model)
@@ -452,10 +451,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def __enter__(self):
         self._fake_mode = active_fake_mode()
-        self._hooks = (
-            self._optimizer.register_step_pre_hook(self._before_step),
-            self._optimizer.register_step_post_hook(self._after_step),
-        )
+        self._hook = self._optimizer.register_step_post_hook(self._after_step)
         self._resize = resize = torch.UntypedStorage.resize_
 
         # FSDP frees and allocates by it, which dispatch modes do not see
@@ -469,8 +465,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def __exit__(self, *error):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        for hook in self._hooks:
-            hook.remove()
+        self._hook.remove()
         super().__exit__(*error)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -485,10 +480,6 @@ class MemoryTracker(TorchDispatchMode):
                 self._find_gradients()
                 self.at_peak = dict(self._now)
         return result
-
-    def _before_step(self, *_: Any) -> None:
-        self._find_gradients()
-        self.at_step = dict(self._now)
 
     def _find_gradients(self) -> None:
         gradients = [parameter.grad for parameter in self._learning]
