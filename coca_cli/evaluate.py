@@ -41,7 +41,7 @@ STRIDE = (
     "Tokens between windows; by default 512, or 256 for other variants than sliding. A shorter "
     "length is its own stride."
 )
-WINDOWS = "sliding, or yarn, yarn-truncate or longlora to compute as these scripts do."
+WINDOWS = "sliding, or yarn or longlora to compute as these scripts do."
 BUCKET = "Number of consecutive token indices whose losses are summed."
 DEPTHS = "Number of depths on an even grid; by default depths are drawn uniformly."
 PROMPTS = (

@@ -1,6 +1,5 @@
 """`coca-train RECIPE`."""
 
-import json
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +13,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 # Options that only some of the command's tasks take, and these tasks
 TAKEN_BY = {
     **dict.fromkeys(("out", "stage", "resume"), ("a run",)),
-    **dict.fromkeys(("gpu_memory", "gpu", "mfu", "as_json"), ("--plan",)),
+    **dict.fromkeys(("gpu_memory", "gpu", "mfu"), ("--plan",)),
     "world_size": ("--plan", "--prepare"),
 }
 
@@ -74,7 +73,6 @@ def train_command(
     mfu: Annotated[
         float, typer.Option(help="With --plan: share of the peak FLOPS that training reaches.")
     ] = 0.4,
-    as_json: Annotated[bool, typer.Option("--json", help="With --plan: print JSON.")] = False,
 ) -> None:
     """Train a CoCA checkpoint in the stages of a recipe, each from directory to directory.
 
@@ -91,12 +89,9 @@ def train_command(
 
         with console.status("planning"):
             planned = plan_recipe(checked, world_size, gpu_memory, gpu, mfu)
-        if as_json:
-            print(json.dumps(planned.to_dict(), indent=2))
-        else:
-            PlainConsole().print(plan_table(planned))
-            for line in planned.advice():
-                say(line)
+        PlainConsole().print(plan_table(planned))
+        for line in planned.advice():
+            say(line)
         return
     from accelerate import PartialState
     from transformers.utils.logging import disable_progress_bar

@@ -307,7 +307,7 @@ def _training(stages: list[dict]) -> str:
             str(stage["seq_len"]),
             f"{stage['learning_rate']:g}",
             "" if stage["final_loss"] is None else f"{stage['final_loss']:.3f}",
-            f"{stage['seconds']:,.0f}" if "seconds" in stage else "",  # older records lack it
+            f"{stage['seconds']:,.0f}",
             f"{stage['hardware']['processes']} x {stage['hardware']['device']}",
         ]
         for stage in stages

@@ -34,6 +34,7 @@ STAGE = {
     "seq_len": 7,
     "learning_rate": 1e-4,
     "final_loss": None,
+    "seconds": 61.5,
     "hardware": {"device": "x86_64", "processes": 2},
     "sources": [
         {"path": "owner/books", "weight": 0.75, "on_hub": True},

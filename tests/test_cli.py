@@ -54,7 +54,6 @@ WRONG = {
     "coca-train a --plan --stage k": "--stage: --plan does not take it, only a run does; leave it",
     "coca-train a --plan --out x": "--out: --plan does not take it, only a run does",
     "coca-train a --prepare --resume": "--resume: --prepare does not take it, only a run does",
-    "coca-train a --prepare --json": "--json: --prepare does not take it, only --plan does",
     "coca-train a --gpu H100": "--gpu: a run does not take it, only --plan does; leave it out",
     "coca-train a --world-size 1": "--world-size: a run does not take it, only --plan or --prepare",
     "coca-train a --plan --mfu x": "--mfu: got x, expected a valid number",

@@ -118,7 +118,7 @@ def test_a_recipe_is_planned(name, load):
     plan = plan_recipe(recipe, 32 if name.startswith("llama-7b") else 1)
     assert [stage.name for stage in plan.stages] == [stage.name for stage in recipe.stages]
     for stage, planned in zip(recipe.stages, plan.stages, strict=True):
-        assert planned.memory.at_step["optimizer"] > 0
+        assert planned.memory.at_peak["optimizer"] > 0
         assert (planned.trained == planned.total) == (stage.train == "all" and stage.lora is None)
 
 

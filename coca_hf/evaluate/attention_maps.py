@@ -44,16 +44,13 @@ from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.tables import NBSP, Measurement, Table, each_table, text_settings
 from coca_hf.page import Part
 
-COLUMNS = (
-    *("divergence", "sink", "baseline_sink", "previous", "baseline_previous"),
-    *("entropy", "baseline_entropy"),
-)
+COLUMNS = ("divergence", "sink", "baseline_sink", "previous", "baseline_previous")
 PAGE_COLUMNS = ("divergence", "baseline_sink", "baseline_previous")
 
 
 class AttentionMapsRow(TextRow):
     """The raw table `heads` has layer, head and `COLUMNS`, means over the first `length` tokens of
-    all documents; divergence and entropies in nats."""
+    all documents; divergence in nats."""
 
     length: Identity[Count]
     value: float | None  # the mean of the divergences over layers, in nats
@@ -160,8 +157,7 @@ def _numbers(ours: Tensor, theirs: Tensor) -> Tensor:
     divergence = (torch.xlogy(p, p) - p * log_q).sum(-1).mean(-1)
     sinks = [maps[:, 1:, 0].mean(-1) for maps in (q, p)]
     previous = [maps.diagonal(offset=-1, dim1=1, dim2=2).mean(-1) for maps in (q, p)]
-    entropies = [-torch.xlogy(maps, maps).sum(-1).mean(-1) for maps in (q, p)]
-    return torch.stack([divergence, *sinks, *previous, *entropies], -1)
+    return torch.stack([divergence, *sinks, *previous], -1)
 
 
 def _parts(table: Table) -> Iterator[Part]:

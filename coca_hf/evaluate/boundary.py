@@ -61,14 +61,14 @@ class BoundaryRow(TextRow):
     """Shares of the paper's scenarios are among the pairs that have an angle. Raw tables:
 
     angles   a line per layer, query head and rotary pair: theta, radians per position;
-             angle_counts, 36 bins of 10 degrees; tau_counts (d) and fall_counts (b), bin i counting
-             positions in [2^(i-1), 2^i), the first those below 1, the last of 24 open; abnormal,
-             undefined; and over its pairs of positions, sum_magnitude of |h_j|, sum_magnitude_d of
-             those in scenario d, sum_magnitude_absolute of |g_j|, sum_abs_angle
+             angle_counts, 36 bins of 10 degrees; tau_counts, bin i counting positions in
+             [2^(i-1), 2^i), the first those below 1, the last of 24 open; abnormal; and over its
+             pairs of positions, sum_magnitude of |h_j|, sum_magnitude_d of those in scenario d,
+             sum_magnitude_absolute of |g_j|, sum_abs_angle
     decay    a line per layer and distance: the bounds of |a(s)| of the appendix (B.1), RoPE's
              max_h * sum_s and CoCA's max_l * sum_c, where max_h and max_l are means, over heads and
              sampled pairs, of max |h_{j+1} - h_j| and max |l_{j+1} - l_j| with l = |h|,
-             sum_s = sum_j |S_{j+1}|, sum_c = sum_j |C_{j+1}|; score, the mean of |a(s)|
+             sum_s = sum_j |S_{j+1}|, sum_c = sum_j |C_{j+1}|
     """
 
     length: Identity[Count]
@@ -81,11 +81,7 @@ class BoundaryRow(TextRow):
     share_d_weighted: NotRequired[float | None]  # by |h_j|
     share_abnormal: NotRequired[float | None]  # in scenario d, sampled nearer than their tau
     share_absolute: NotRequired[float | None]  # of |g_j| in |h_j| + |g_j|; only slack has any
-    share_undefined: NotRequired[float | None]  # of all pairs: q_j or k_j is zero
     mean_abs_angle: NotRequired[float | None]  # radians, of angles in (-pi, pi]
-    layers: NotRequired[int]
-    heads: NotRequired[int]
-    rotary_pairs: NotRequired[int]
 
 
 def boundary_rows(
@@ -107,7 +103,7 @@ def boundary_rows(
         def of_document(number: int) -> dict[str, np.ndarray]:
             token_ids, draw_seed = documents[number][:length], f"boundary {seed} {number}"
             positions = draw_positions(len(token_ids), pairs_per_document, draw_seed)
-            return _of_document(model, token_ids, theta, distances, positions)
+            return _of_document(model, token_ids, theta, positions)
 
         found = batches.each([*range(len(documents))], of_document)
         sums = {name: np.sum([one[name] for one in found], axis=0) for name in found[0]}
@@ -124,11 +120,7 @@ def boundary_rows(
 
 
 def _of_document(
-    model: Any,
-    token_ids: Tensor,
-    theta: Tensor,
-    distances: list[int],
-    positions: tuple[Tensor, Tensor],
+    model: Any, token_ids: Tensor, theta: Tensor, positions: tuple[Tensor, Tensor]
 ) -> dict[str, np.ndarray]:
     """Counts and sums over `positions`, each (p,), of one document.
 
@@ -139,7 +131,9 @@ def _of_document(
 
     def visit(layer: int, products: Products) -> None:
         h, g = products(m, n)
-        layers[layer] = count_angles(h, theta, m - n) | decay_sums(h, theta, distances)
+        layers[layer] = count_angles(h, theta, m - n)
+        layers[layer]["max_h"] = largest_steps(h).double().mean()
+        layers[layer]["max_l"] = largest_steps(h.abs()).double().mean()
         layers[layer]["magnitude_absolute"] = g.abs().double().sum(1)
 
     with visiting_products(model, theta, visit), torch.inference_mode():
@@ -193,11 +187,9 @@ def count_angles(h: Tensor, theta: Tensor, distance: Tensor) -> dict[str, Tensor
     return {
         "angle_counts": histogram((angle / (2 * math.pi) * ANGLE_BINS).long(), defined, ANGLE_BINS),
         "tau_counts": histogram(octave(tau), rises, TAU_BINS),
-        "fall_counts": histogram(octave((math.pi - angle) / theta), falls, TAU_BINS),
         "scenario_b": falls.sum(1),
         "scenario_d": rises.sum(1),
         "abnormal": (rises & (distance[:, None] < tau)).sum(1),
-        "undefined": (h == 0).sum(1),
         "not_finite": (~finite).sum(1),
         "abs_angle": torch.where(defined, wrapped, 0.0).sum(1),
         "magnitude": magnitude.sum(1),
@@ -230,21 +222,9 @@ def largest_steps(h: Tensor) -> Tensor:
     return (after - h).abs().amax(-1)
 
 
-def decay_sums(h: Tensor, theta: Tensor, distances: list[int]) -> dict[str, Tensor]:
-    """Means over heads and sampled pairs: `max_h`, `max_l` (), and |a(s)| (s,)."""
-    angles = torch.tensor(distances, device=h.device).double()[:, None] * theta
-    turns = torch.polar(torch.ones_like(angles), angles).to(h.dtype)  # (s, j)
-    return {
-        "max_h": largest_steps(h).double().mean(),
-        "max_l": largest_steps(h.abs()).double().mean(),
-        "score": (h @ turns.mT).real.abs().double().mean((0, 1)),
-    }
-
-
 def _shares(sums: dict[str, np.ndarray]) -> dict[str, Any]:
-    layers, heads, num_pairs = sums["scenario_b"].shape
     total = {name: float(sums[name].sum()) for name in sums}  # counts stay exact
-    falls, rises, undefined = (total[k] for k in ("scenario_b", "scenario_d", "undefined"))
+    falls, rises = total["scenario_b"], total["scenario_d"]
     magnitude, absolute = total["magnitude"], total["magnitude_absolute"]
     defined, least = max(falls + rises, 1), sys.float_info.min
     return {
@@ -256,24 +236,19 @@ def _shares(sums: dict[str, np.ndarray]) -> dict[str, Any]:
         "share_d_weighted": total["magnitude_d"] / max(magnitude, least),
         "share_abnormal": total["abnormal"] / defined,
         "share_absolute": absolute / max(magnitude + absolute, least),
-        "share_undefined": undefined / (falls + rises + undefined),
         "mean_abs_angle": total["abs_angle"] / defined,
-        "layers": layers,
-        "heads": heads,
-        "rotary_pairs": num_pairs,
     }
 
 
 def _angle_lines(sums: dict[str, np.ndarray], theta: Tensor) -> list[dict]:
     layers, heads, num_pairs = sums["scenario_b"].shape
-    histograms = ("angle_counts", "tau_counts", "fall_counts")
     magnitudes = ("magnitude", "magnitude_d", "magnitude_absolute", "abs_angle")
     lines = []
     for at in itertools.product(range(layers), range(heads), range(num_pairs)):
         line: dict[str, Any] = dict(zip(("layer", "head", "pair"), at, strict=True))
         line["theta"] = float(theta[line["pair"]])
-        line |= {name: sums[name][at].tolist() for name in histograms}
-        line |= {name: int(sums[name][at]) for name in ("abnormal", "undefined")}
+        line |= {name: sums[name][at].tolist() for name in ("angle_counts", "tau_counts")}
+        line["abnormal"] = int(sums["abnormal"][at])
         line |= {f"sum_{name}": float(sums[name][at]) for name in magnitudes}
         lines.append(line)
     return lines
@@ -288,13 +263,8 @@ def _decay_lines(
         {
             "layer": layer,
             "distance": distance,
-            "sum_s": sum_s[i],
-            "sum_c": sum_c[i],
-            "max_h": float(max_h),
-            "max_l": float(max_l),
             "bound_rope": float(max_h * sum_s[i]),
             "bound_coca": float(max_l * sum_c[i]),
-            "score": float(sums["score"][layer, i] / documents),
         }
         for layer, (max_h, max_l) in enumerate(zip(largest_h, largest_l, strict=True))
         for i, distance in enumerate(distances)

@@ -12,8 +12,11 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from coca_hf.card import content_in_words, kept_in_words
+from coca_hf.convert.config import FAMILIES
 from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.loaded_model import trained_length
+from coca_hf.models.alibi import AlibiLlamaConfig
+from coca_hf.models.attention import layer_types
 from coca_hf.models.decoder import CocaConfig
 from coca_hf.weights import (
     FLOATS,
@@ -37,8 +40,8 @@ def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict
     the longest context whose cache fits beside the weights, without activations; None if the cache
     stops growing (sliding windows).
 
-    Raises CocaError if the directory is not a checkpoint of safetensors, or its attention is not
-    understood.
+    Raises CocaError if the directory is not a complete checkpoint of safetensors, or of another
+    family than those that coca-convert takes and ALiBi's.
     """
     if not directory.is_dir():
         expected = "a checkpoint as save_pretrained writes it"
@@ -55,7 +58,8 @@ def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict
     dtype = _dtype(config, tensors)
     parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
     weight_bytes = parameters * BYTES[dtype]  # as transformers loads them, not as they are stored
-    layers = _cache_layers(directory, config, tensors)
+    _check_layers(directory, config, tensors)
+    numbers = _cache_numbers(config)
     is_coca = isinstance(config, CocaConfig)
     facts: dict[str, Any] = {
         "checkpoint": str(directory),
@@ -72,9 +76,9 @@ def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict
         "parameters": parameters,
         "dtype": dtype,
         "weight_bytes": weight_bytes,
-        "kv_bytes_per_token": layers["growing"] * BYTES[dtype],
-        "kv_bytes_fixed": layers["fixed"] * BYTES[dtype],
-        "kv_bytes_per_token_standard": layers["standard"] * BYTES[dtype],
+        "kv_bytes_per_token": numbers["growing"] * BYTES[dtype],
+        "kv_bytes_fixed": numbers["fixed"] * BYTES[dtype],
+        "kv_bytes_per_token_standard": numbers["standard"] * BYTES[dtype],
     }
     if memory_bytes is not None:
         facts["memory_bytes"] = memory_bytes
@@ -128,14 +132,15 @@ def _read_config(directory: Path) -> PreTrainedConfig:
     file = checkpoint_file(directory, "config.json")
     fields = read_json(file)
     model_type = fields.get("model_type")
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        expected = "one that transformers or coca_hf knows"
-        raise CocaError(f"{file}: got model_type {model_type!r}, expected {expected}")
+    if str(model_type).removeprefix("coca_") not in (*FAMILIES, AlibiLlamaConfig.model_type):
+        raise CocaError(
+            f"{file}: got model_type {model_type!r}, expected a family of coca-convert: "
+            f"{', '.join(FAMILIES)}"
+        )
     try:
         config = CONFIG_MAPPING[model_type](
             **{k: v for k, v in fields.items() if k not in ("model_type", "auto_map")}
         )
-        config = config.get_text_config(decoder=True)
     except Exception as error:  # the validators of transformers raise several kinds
         raise CocaError(f"{file}: {one_line(error)}") from error
     for length in (trained_length(config), getattr(config, "max_position_embeddings", None)):
@@ -159,59 +164,39 @@ def _dtype(config: PreTrainedConfig, tensors: dict[str, StoredTensor]) -> str:
     return name if name in BYTES else "float32"
 
 
-def _cache_layers(
-    directory: Path, config: PreTrainedConfig, tensors: dict[str, StoredTensor]
-) -> dict[str, int]:
+def _cache_numbers(config: PreTrainedConfig) -> dict[str, int]:
     """Numbers in the cache of one sequence: `growing` and `standard` per token, `fixed` for sliding
     windows.
     """
-    rows: dict[int, Counter[str]] = {}
-    stacks = set()
-    for name, tensor in tensors.items():
-        match = re.search(
-            r"(.*?)\.(\d+)\.(?:.*\.)?(k_proj|t_proj|v_proj|query_key_value|qkv_proj)\.weight$", name
-        )
-        if match and tensor.shape:
-            stacks.add(match[1])
-            rows.setdefault(int(match[2]), Counter())[match[3]] += tensor.shape[0]
-    got = f"the layers of {' and of '.join(sorted(stacks))}" if len(stacks) > 1 else ""
-    if any(".quant_state.bitsandbytes" in name for name in tensors):  # their shapes say nothing
-        got = "weights that bitsandbytes has packed"
-    if got:
-        raise CocaError(f"{directory}: got {got}, expected the plain weights of one decoder")
-    heads = getattr(config, "num_attention_heads", 0)
-    d = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-    types = getattr(config, "layer_types", None) or []
-    window = getattr(config, "sliding_window", None) or 0
+    is_coca = isinstance(config, CocaConfig)
+    d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    full = 2 * d * (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     numbers = {"growing": 0, "fixed": 0, "standard": 0}
-    for layer, found in sorted(rows.items()):
-        fused = found["query_key_value"] + found["qkv_proj"]
-        keys = found["t_proj"] or found["k_proj"]
-        # A full-width t_proj is the released code's, whose config says llama
-        is_half = 0 < found["t_proj"] < found["v_proj"]
-        if (not fused and not (keys and found["v_proj"])) or (
-            is_half and not isinstance(config, CocaConfig)
-        ):
-            break
-        width = fused - heads * d if fused else keys + found["v_proj"]
-        slides = window and (
-            types[layer] == "sliding_attention" if layer < len(types) else not types
-        )
-        if slides:
-            numbers["fixed"] += window * width
+    for layer, kind in enumerate(layer_types(config)):
+        width = full * 3 // 4 if is_coca and layer not in config.coca_kept_layers else full
+        if kind == "sliding_attention":
+            numbers["fixed"] += config.sliding_window * width
         else:
             numbers["growing"] += width
-            numbers["standard"] += 2 * found["v_proj"] if found["t_proj"] else width
-    num_layers = getattr(config, "num_hidden_layers", None)
-    if len(rows) != num_layers or not numbers["growing"] + numbers["fixed"]:
-        raise CocaError(
-            f"{directory}: got {len(rows)} layers with key and value projections that are "
-            f"understood, expected {num_layers} from config.json; is it a decoder like LLaMA, and "
-            f"complete?"
-        )
-    if isinstance(config, CocaConfig):
+            numbers["standard"] += full
+    if is_coca:
         numbers["growing"] += config.kinds_of_angles() * d  # cos and sin of a position
     return numbers
+
+
+def _check_layers(
+    directory: Path, config: PreTrainedConfig, tensors: dict[str, StoredTensor]
+) -> None:
+    layers = {match[1] for name in tensors if (match := re.search(r"\.(\d+)\.", name))}
+    if len(layers) != config.num_hidden_layers:
+        raise CocaError(
+            f"{directory}: got weights of {len(layers)} layers, expected {config.num_hidden_layers} "
+            "from config.json; is it complete?"
+        )
+    if any(".quant_state.bitsandbytes" in name for name in tensors):  # their shapes say nothing
+        raise CocaError(
+            f"{directory}: got weights that bitsandbytes has packed, expected plain weights"
+        )
 
 
 def _rope(config: PreTrainedConfig) -> str | None:

@@ -293,13 +293,13 @@ def _training(directory: Path) -> tuple[int | None, int | None]:
         return (0 if (directory / "conversion.json").is_file() else None), None
     try:
         facts = json.loads(record.read_text(encoding="utf-8"))
-        stages = [int(stage["tokens"]) for stage in facts.get("stages", [])]
-        tokens_seen = sum(stages) if stages else int(facts["tokens_seen"])
-        data = facts.get("recipe", {}).get("data", {})
-        return tokens_seen, data.get("skip_positions") or data.get("seq_len")
+        tokens_seen = sum(int(stage["tokens"]) for stage in facts["stages"])
+        data = facts["recipe"]["data"]
+        return tokens_seen, data.get("skip_positions") or data["seq_len"]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise CocaError(
-            f"{record}: got no whole number under 'tokens_seen', expected one; delete or repair it"
+            f"{record}: got no stages and tokens of coca-train, expected its record; delete or "
+            "repair it"
         ) from None
 
 

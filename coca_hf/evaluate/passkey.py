@@ -69,9 +69,7 @@ NAN = "the model's logits are NaN"
 
 
 class PasskeyRow(Row):
-    """Cases are counted by whether their key is within the trained length of the prompt's end, or
-    beyond it (the paper's figure 4). The raw table `cases` has the lines of `answers.case_lines`.
-    """
+    """The raw table `cases` has the lines of `answers.case_lines`."""
 
     length: Identity[Count]
     value: Share  # of cases found
@@ -80,10 +78,6 @@ class PasskeyRow(Row):
     depths: Setting[Count | None]  # points of the grid; null if depth is uniform
     new_tokens: Setting[int]  # 0 if nothing is generated
     seed: Setting[int]
-    cases_inside: NotRequired[int]
-    correct_inside: NotRequired[int]
-    cases_beyond: NotRequired[int]
-    correct_beyond: NotRequired[int]
     nats_per_digit: NotRequired[float | None]  # of variants that generate nothing
 
 
@@ -178,7 +172,6 @@ def passkey_rows(
         lines = case_lines(cases, texts, [kind.found(*one) for one in answered], nlls)
         results = {
             "value": share_correct(lines),
-            **count_by_distance(lines, last_trained_length(run.about)),
             "tokens": sum(len(case.token_ids) for case in cases),
         }
         if nlls:
@@ -239,19 +232,6 @@ def answers(
 
     longest = max(len(case.token_ids) for case in cases)
     return batches.compute([(cases, longest + new_tokens)], compute)
-
-
-def count_by_distance(lines: list[dict], trained: int | None) -> dict[str, int]:
-    """Cases, and those found, whose key is within the trained length of the end, and beyond it."""
-    within = math.inf if trained is None else trained
-    inside = [line["correct"] for line in lines if line["distance"] <= within]
-    beyond = [line["correct"] for line in lines if line["distance"] > within]
-    return {
-        "cases_inside": len(inside),
-        "correct_inside": sum(inside),
-        "cases_beyond": len(beyond),
-        "correct_beyond": sum(beyond),
-    }
 
 
 class _NoNan(LogitsProcessor):

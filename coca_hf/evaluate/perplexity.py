@@ -10,17 +10,15 @@ log-likelihoods / number of scored tokens), over all documents together.
 
 This is the variant `sliding`. The others cut windows and average as published scripts do:
 
-    yarn            eval/perplexity.py of jquesnelle/yarn: no special tokens, except that every
-                    window begins with the tokenizer's token for the beginning, if it has one, which
-                    leaves `length - 1` for text; windows every `stride` tokens (its
-                    --sliding-window, 256), the first scores all its tokens, later ones the new
-                    ones; exp(mean of the windows' means)
-    yarn-truncate   the same with its --truncate, as for its Proof-pile numbers: the first window of
-                    every document only
-    longlora        eval.py of dvlab-research/LongLoRA with --batch_size 1, as its README calls it:
-                    documents without special tokens as one stream, a window every `stride` (256)
-                    tokens except the last, each scoring all its `length - 1` targets; 2.71828 ^
-                    (mean of the windows' means)
+    yarn        eval/perplexity.py of jquesnelle/yarn: no special tokens, except that every window
+                begins with the tokenizer's token for the beginning, if it has one, which leaves
+                `length - 1` for text; windows every `stride` tokens (its --sliding-window, 256),
+                the first scores all its tokens, later ones the new ones; exp(mean of the windows'
+                means)
+    longlora    eval.py of dvlab-research/LongLoRA with --batch_size 1, as its README calls it:
+                documents without special tokens as one stream, a window every `stride` (256) tokens
+                except the last, each scoring all its `length - 1` targets; 2.71828 ^ (mean of the
+                windows' means)
 
 All of them tokenize the text first, as `Sample` does; its `special_tokens` follows the variant.
 """
@@ -154,13 +152,6 @@ def _yarn(doc_lens: list[int], length: int, stride: int, prefix: list[int]) -> l
     return [window for window in windows if window.scored_len]
 
 
-def _yarn_truncate(
-    doc_lens: list[int], length: int, stride: int, prefix: list[int]
-) -> list[Window]:
-    text_len = length - len(prefix)
-    return _yarn([min(doc_len, text_len) for doc_len in doc_lens], length, text_len, prefix)
-
-
 def _longlora(doc_lens: list[int], length: int, stride: int, prefix: list[int]) -> list[Window]:
     """Raises CocaError if the stream is too short for a window that is not the last."""
     starts = range(0, doc_lens[0] - length, stride)[:-1]
@@ -187,7 +178,6 @@ def _window_mean_longlora(lines: list[dict]) -> float:
 VARIANTS = {
     "sliding": Variant(_sliding, _token_mean, stride=512, special_tokens=True),
     "yarn": Variant(_yarn, _window_mean, stride=256, begins=True),
-    "yarn-truncate": Variant(_yarn_truncate, _window_mean, stride=256, begins=True),
     "longlora": Variant(_longlora, _window_mean_longlora, stride=256, joins=True),
 }
 

@@ -31,7 +31,6 @@ from coca_hf.evaluate.rows import (
     Run,
     Setting,
     TextRow,
-    last_trained_length,
 )
 from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.tables import Measurement, Table, each_table, grid_of, powers, text_settings
@@ -59,8 +58,6 @@ class PositionRow(TextRow):
     length: Identity[Count]
     value: Positive  # the perplexity of all tokens
     nll: NotRequired[float | None]  # nats per token
-    nll_inside: NotRequired[float | None]  # of buckets that begin below the trained length
-    nll_beyond: NotRequired[float | None]  # of the others; null if there are none
     ranges: NotRequired[list[Range]]
     bucket: Setting[Count]  # tokens
 
@@ -80,18 +77,9 @@ def position_rows(run: Run, sample: Sample, bucket: int = 64) -> Iterator[dict]:
         windows, sums = compute_windows(windows, compute, batches)
         lines = _by_document(windows, sums, bucket)
         results = value_of(sliding, lines)
-        value = results["value"]
-        trained = last_trained_length(run.about) or length
-        inside = [line for line in lines if line["first"] < trained]
-        beyond = [line for line in lines if line["first"] >= trained]
         edges = [*EDGES, run.about["trained_length"] or length]
-        results |= {
-            "nll_inside": nats_per_token(inside) if value else None,
-            "nll_beyond": nats_per_token(beyond) if value else None,
-            "ranges": in_ranges(lines, length, edges) if value else [],
-            "stride": length,
-        }
-        return results, {"buckets": lines}
+        ranges = in_ranges(lines, length, edges) if results["value"] else []
+        return results | {"ranges": ranges, "stride": length}, {"buckets": lines}
 
     settings = {"task": "position-loss", "bucket": bucket, **sample.describe()}
     return run.rows(PositionRow, settings, measure)

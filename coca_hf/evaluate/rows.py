@@ -424,8 +424,6 @@ Watch = Callable[[list], Iterable]  # yields the items of a list, and shows how 
 
 # Errors outside PyTorch's allocator, which accelerate does not know
 FULL = ("_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
-# What models raise beyond the positions that they have a table for: GPT-J and MPT
-BEYOND = ("is out of bounds for dimension", "must match the size of tensor")
 AUTO_SEQUENCES = 64  # halved as long as memory runs out
 AUTO_TOKENS_ON_CPU = 1024  # of a batch
 
@@ -470,7 +468,7 @@ class Batches:
         in pieces of the size that fitted.
 
         Raises NoValue on every process if one item alone does not fit into memory on any ("OOM:
-        ..."), or is longer than a model has positions (`is_beyond_positions`).
+        ..."), or is longer than a model has positions, such as GPT-2 (`failed_on`).
         """
         sized = [(items, self.size or auto_batch_size(tokens)) for items, tokens in groups]
         results, used = self._on_all_processes(sized, compute)
@@ -496,9 +494,7 @@ class Batches:
                 results += done
         except NoValue as failure:
             error = failure
-        except (IndexError, RuntimeError) as failure:
-            if not is_beyond_positions(failure):
-                raise
+        except IndexError as failure:
             error = NoValue(failed_on(self.length, failure))
         all_results, errors, sizes, halved = zip(
             *gather_object([(results, error, size, size < largest)]), strict=True
@@ -532,17 +528,11 @@ def is_out_of_memory(failure: Exception) -> bool:
     return isinstance(failure, RuntimeError) and any(words in str(failure) for words in FULL)
 
 
-def is_beyond_positions(failure: Exception) -> bool:
-    """Whether a model has no position for a token: an embedding, a row of angles, a bias."""
-    if isinstance(failure, IndexError):
-        return True
-    return isinstance(failure, RuntimeError) and any(words in str(failure) for words in BEYOND)
-
-
-def failed_on(length: int | str, failure: Exception) -> str:
-    """The error of a row whose sequences, of `length` tokens, are beyond a model's positions."""
-    kind = type(failure).__name__
-    return f"the model failed on {length} tokens ({kind}: {one_line(failure)})"
+def failed_on(length: int | str, failure: IndexError) -> str:
+    """The error of a row whose sequences, of `length` tokens, are beyond the positions that a model
+    has an embedding for.
+    """
+    return f"the model failed on {length} tokens (IndexError: {one_line(failure)})"
 
 
 def _in_pieces(

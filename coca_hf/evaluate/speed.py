@@ -39,7 +39,6 @@ from coca_hf.evaluate.rows import (
     Setting,
     about_model,
     failed_on,
-    is_beyond_positions,
     is_out_of_memory,
 )
 from coca_hf.evaluate.tables import NBSP, Measurement, Table, each_table
@@ -187,10 +186,10 @@ def _measure(models: list[Any], rope: Rope, settings: dict, progress: Progress) 
                     one.step = _step(one.model, mode, length, batch_size)
                 taken, peak = _timed(one.step, one.model)
             except (IndexError, RuntimeError, MemoryError) as failure:
-                if is_out_of_memory(failure):
-                    error = f"OOM: {' '.join(str(failure).split())[:200]}"
-                elif is_beyond_positions(failure):
+                if isinstance(failure, IndexError):
                     error = failed_on(length, failure)
+                elif is_out_of_memory(failure):
+                    error = f"OOM: {' '.join(str(failure).split())[:200]}"
                 else:
                     raise
                 timings[place] = _Timing(one.model, error=error)
@@ -200,11 +199,8 @@ def _measure(models: list[Any], rope: Rope, settings: dict, progress: Progress) 
                     one.peak = max(peak, one.peak or 0) if peak is not None else None
     for one in timings:
         if one.step and one.model.device.type != "cuda":
-            try:
+            with suppress(IndexError):  # of a further token
                 one.peak = _resident_peak(one.step, one.model)
-            except (IndexError, RuntimeError) as failure:  # of a further token
-                if not is_beyond_positions(failure):
-                    raise
         one.step = None
         one.model.zero_grad(set_to_none=True)
         one.model.eval()

@@ -39,11 +39,11 @@ class Record(BaseModel):
     """The fields of a stage's training.json that the page shows."""
 
     tokens_seen: int
-    held_out: HeldOut | None = None
-    hardware: Hardware | None = None
-    versions: dict[str, str] = {}
-    seconds: float = 0
-    date: str = ""
+    held_out: HeldOut | None
+    hardware: Hardware
+    versions: dict[str, str]
+    seconds: float
+    date: str
 
 
 class Calibration(BaseModel):
@@ -60,7 +60,7 @@ class Line(BaseModel):
     """The fields of a line of log.jsonl that the page shows."""
 
     tokens_seen: int
-    seconds: float | None = None
+    seconds: float
     held_out_loss: float | None = None
     # None for a bad first step
     loss: float | None = Field(validation_alias=AliasChoices("held_out_loss", "loss_lm", "loss"))
@@ -69,11 +69,11 @@ class Line(BaseModel):
 class Point(NamedTuple):
     """A loss in nats per token; None for a bad first step.
 
-    seconds: of calibration and of training, earlier stages included; None in old logs.
+    seconds: of calibration and of training, earlier stages included.
     """
 
     tokens: int
-    seconds: float | None
+    seconds: float
     loss: float | None
 
 
@@ -120,8 +120,7 @@ def recovery(recoveries: Sequence[Recovery]) -> Section | None:
     if not recoveries:
         return None
     figures = [_figure("recovery", recoveries, "tokens", "tokens seen in the run")]
-    stages = [stage for run in recoveries for stage in run.stages]
-    if any(point.seconds is not None for stage in stages for point in stage.held_out):
+    if any(stage.held_out for run in recoveries for stage in run.stages):
         x_label = "seconds of the start's calibration and of the run"
         figures.append(_figure("recovery-seconds", recoveries, "seconds", x_label))
     losses = _losses(recoveries)
@@ -139,15 +138,13 @@ def _figure(name: str, recoveries: Sequence[Recovery], axis: str, x_label: str) 
         if len(recoveries) <= FEW or not any(kinds["held out"]):
             kinds["training"] = [stage.training for stage in run.stages]
         for style, (kind, stages) in enumerate(kinds.items()):
-            all_points = itertools.chain(*stages)
-            points = [point for point in all_points if getattr(point, axis) is not None]
-            if points:
+            if points := [*itertools.chain(*stages)]:
                 key = Key(f"{run.name}, {kind}", number, style, marked=not style)
                 xs = [getattr(point, axis) for point in points]
                 curves.append(Curve(key, xs, [point.loss for point in points]))
         for stage in run.stages if len(recoveries) == 1 else ():
             if points := stage.held_out or stage.training:
-                borders.append((getattr(points[0], axis) or 0, stage.name))
+                borders.append((getattr(points[0], axis), stage.name))
     furthest = max((x for curve in curves for x in curve.xs), default=1)
     ticks = list(MaxNLocator(5, integer=True).tick_values(0, furthest)[:-1])
     axes: Any = {"y_scale": "linear", "x_scale": "linear", "ticks": ticks, "borders": borders}
@@ -182,7 +179,7 @@ def _makings(recoveries: Sequence[Recovery]) -> Fold:
     lines = []
     for run, stage, record in _complete(recoveries):
         versions = ", ".join(f"{package} {number}" for package, number in record.versions.items())
-        where = f"{record.hardware.processes} x {record.hardware.device}" if record.hardware else ""
+        where = f"{record.hardware.processes} x {record.hardware.device}"
         lines.append([run, stage, where, versions, f"{record.seconds:,.0f}", record.date])
     header = ["run", "stage", "machine", "versions", "seconds", "date"]
     return Fold("How these were made", [Grid(header, lines, numbers_from=4)])
@@ -202,8 +199,7 @@ def _read_stage(directory: Path, seconds: float) -> StageCurve:
         where, remedy = f"{directory / LOG}, line {number}", "delete the line"
         line = _parsed(text, Line, f"{where}: got no line of coca-train's", remedy)
         points = stage.training if line.held_out_loss is None else stage.held_out
-        passed = None if line.seconds is None else seconds + line.seconds
-        points.append(Point(line.tokens_seen, passed, line.loss))
+        points.append(Point(line.tokens_seen, seconds + line.seconds, line.loss))
     if (directory / RECORD).is_file():
         stage.record = _read_record(directory / RECORD, Record)
     return stage

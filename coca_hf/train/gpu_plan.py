@@ -37,7 +37,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from coca_hf.errors import CocaError, library_errors
-from coca_hf.train.flops import PEAK_FLOPS, TokenFlops, count_flops, peak_flops
+from coca_hf.train.flops import PEAK_FLOPS, count_flops, peak_flops
 from coca_hf.train.model import (
     count_parameters,
     model_from_config,
@@ -80,7 +80,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU by category: at their peak, and just before the optimizer steps.
+    """Bytes on one GPU at their peak, by category.
 
     weights: this GPU's share of the parameters; activations: with the logits and what is
     recomputed; other: weights gathered from other GPUs, gradients of activations, buffers of
@@ -88,7 +88,6 @@ class Memory:
     """
 
     at_peak: dict[str, int]
-    at_step: dict[str, int]
 
     @property
     def peak(self) -> int:
@@ -103,16 +102,12 @@ class StagePlan:
     trained: int
     total: int
     tokens: int
-    token_flops: TokenFlops
+    flops: int
     seconds: float
     setting: Setting
     memory: Memory
     fits: bool
     change: str | None
-
-    @property
-    def flops(self) -> int:
-        return self.tokens * self.token_flops.model
 
 
 @dataclass(frozen=True)
@@ -126,13 +121,6 @@ class Plan:
     gpu_bytes: int
     notes: list[str]
     stages: list[StagePlan]
-
-    def to_dict(self) -> dict[str, Any]:
-        stages = [
-            {**dataclasses.asdict(stage), "flops": stage.flops, "peak_bytes": stage.memory.peak}
-            for stage in self.stages
-        ]
-        return {**dataclasses.asdict(self), "reserve": RESERVE, "stages": stages}
 
     def advice(self) -> list[str]:
         """What does not fit and what to set, then what the numbers do not count."""
@@ -206,7 +194,7 @@ def _plan_stage(
         recipe.stage_options(stage).context_parallel_size,
     )
     tokens = arguments.max_steps * setting.global_batch * seq_len
-    token_flops = count_flops(model, seq_len)
+    flops = tokens * count_flops(recipe, stage)
     memory = measure(recipe, stage, setting)
     usable = gpu_bytes * (1 - RESERVE)
     fits = memory.peak <= usable
@@ -215,8 +203,8 @@ def _plan_stage(
         trained,
         total,
         tokens,
-        token_flops,
-        tokens * token_flops.model / (flops_per_second * world_size),
+        flops,
+        flops / (flops_per_second * world_size),
         setting,
         memory,
         fits,
@@ -363,7 +351,7 @@ def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
                     model.train()
             for _ in range(2):
                 _step(model, optimizer, part, accumulated=min(setting.accumulation, 2))
-    return Memory(tracker.at_peak, tracker.at_step)
+    return Memory(tracker.at_peak)
 
 
 def planned_arguments(recipe: Recipe, stage: Stage) -> TrainingArguments:
@@ -449,7 +437,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         super().__init__()
-        self.at_peak, self.at_step, self._now = (dict.fromkeys(CATEGORIES, 0) for _ in range(3))
+        self.at_peak, self._now = (dict.fromkeys(CATEGORIES, 0) for _ in range(2))
         self._optimizer = optimizer
         self._entries = WeakIdKeyDictionary()  # storage -> [category, bytes]
         self._learning = _learning(model)
@@ -463,10 +451,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def __enter__(self):
         self._fake_mode = active_fake_mode()
-        self._hooks = (
-            self._optimizer.register_step_pre_hook(self._before_step),
-            self._optimizer.register_step_post_hook(self._after_step),
-        )
+        self._hook = self._optimizer.register_step_post_hook(self._after_step)
         self._resize = resize = torch.UntypedStorage.resize_
 
         # FSDP frees and allocates by it, which dispatch modes do not see
@@ -480,8 +465,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def __exit__(self, *error):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        for hook in self._hooks:
-            hook.remove()
+        self._hook.remove()
         super().__exit__(*error)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -496,10 +480,6 @@ class MemoryTracker(TorchDispatchMode):
                 self._find_gradients()
                 self.at_peak = dict(self._now)
         return result
-
-    def _before_step(self, *_: Any) -> None:
-        self._find_gradients()
-        self.at_step = dict(self._now)
 
     def _find_gradients(self) -> None:
         gradients = [parameter.grad for parameter in self._learning]

@@ -193,15 +193,6 @@ def _ready(
     else:
         announce(f"data: preparing {num_blocks:,} blocks in {corpus.directory}")
         blocks = corpus.prepare(num_blocks)
-        prepared = blocks.directory.parent
-        others = {path.parent for path in prepared.glob("*/state.json")} - {blocks.directory}
-        if others:
-            files = [file for directory in others for file in directory.glob("*.bin")]
-            size = size_in_words(sum(file.stat().st_size for file in files))
-            announce(
-                f"data: {prepared} also holds blocks of other recipes or data ({len(others)} "
-                f"directories, {size}); delete those that no run needs"
-            )
     announce(
         f"data: {len(blocks):,} blocks, {size_in_words(blocks.num_bytes)}, in {blocks.directory}"
     )
@@ -244,7 +235,7 @@ def _run_stage(recipe: Recipe, stage: ResolvedStage, blocks: Blocks, stop: StopR
         stage.directory / "log.jsonl",
         seq_len,
         stage.blocks_per_step,
-        count_flops(model, seq_len).model,
+        count_flops(recipe, stage.of_recipe),
         options.held_out_steps,
         place,
     )

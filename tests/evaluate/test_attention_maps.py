@@ -23,7 +23,7 @@ def test_a_model_is_no_distance_from_itself(llama, tiny_llama_dir, books, tmp_pa
     assert row["sink"] == row["baseline_sink"]
     places = list(itertools.product(range(3), range(6)))
     assert [(line["layer"], line["head"]) for line in heads] == places
-    assert all(line["entropy"] == line["baseline_entropy"] > 0 for line in heads)
+    assert all(line["previous"] == line["baseline_previous"] > 0 for line in heads)
     assert llama.model.config._attn_implementation == "sdpa"  # as it was
 
 

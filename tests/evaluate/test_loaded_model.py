@@ -149,19 +149,18 @@ def test_a_dangling_link_beside_a_model_does_not_matter(checkpoint):
 def test_tokens_seen_are_read_from_the_training_record(checkpoint):
     (checkpoint / "conversion.json").write_text("{}")
     assert load_model(str(checkpoint)).tokens_seen == 0
-    (checkpoint / "training.json").write_text(json.dumps({"tokens_seen": 123_904}))
-    assert load_model(str(checkpoint)).tokens_seen == 123_904
-    assert load_model(str(checkpoint)).trained_seq_len is None
+    stages = [{"tokens": 100_000}, {"tokens": 123_904}]  # those of an earlier run count
     for skip_positions, reached in ((None, 160), (2048, 2048)):
         data = {"seq_len": 160, "skip_positions": skip_positions}
-        edit_json(checkpoint / "training.json", recipe={"data": data})
-        assert load_model(str(checkpoint)).trained_seq_len == reached
-    edit_json(checkpoint / "training.json", stages=[{"tokens": 100_000}, {"tokens": 123_904}])
-    assert load_model(str(checkpoint)).tokens_seen == 223_904  # those of an earlier run count
-    damaged = ['{"tokens": 3}', '{"tokens_seen": 3, "stages": [3]}', '{"tokens_seen": 1e999}']
-    for text in (*damaged, "{", "[]", "[" * 9999):
+        record = {"stages": stages, "recipe": {"data": data}}
+        (checkpoint / "training.json").write_text(json.dumps(record))
+        loaded = load_model(str(checkpoint))
+        assert (loaded.tokens_seen, loaded.trained_seq_len) == (223_904, reached)
+    for text in ('{"stages": []}', '{"stages": [3]}', '{"stages": [{"tokens": 1e999}]}', "{", "[]"):
         (checkpoint / "training.json").write_text(text)
-        refused(checkpoint, r"training\.json: got no whole number under 'tokens_seen'")
+        refused(checkpoint, r"training\.json: got no stages and tokens of coca-train")
+    (checkpoint / "training.json").write_text("[" * 9999)
+    refused(checkpoint, r"training\.json: got no stages and tokens of coca-train")
 
 
 def test_a_missing_model_is_refused():

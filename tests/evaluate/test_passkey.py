@@ -249,28 +249,6 @@ def test_a_model_that_copies_the_key_scores_one_in_every_variant(tiny_tokenizer,
         assert all(case["output"] == f" {case['key']}" for case in cases)
 
 
-@pytest.mark.parametrize(("configured", "trained_on"), [(300, None), (4096, 300)])
-def test_cases_within_and_beyond_training_add_up(tiny_tokenizer, tmp_path, configured, trained_on):
-    """A model that sees 300 tokens back: right up to there, wrong beyond. A CoCA training counts
-    before the config.
-    """
-
-    def near_only(prompt):
-        return read_key(prompt) if len(prompt) - prompt.index("The passkey is") <= 300 else "?"
-
-    loaded = reads(tiny_tokenizer, near_only)
-    loaded.model.config.max_position_embeddings = configured
-    loaded = replace(loaded, trained_seq_len=trained_on)
-    row = measure(loaded, tmp_path, 900, 20)
-    assert row["trained_length"] == configured
-    assert row["cases_inside"] == row["correct_inside"] > 0
-    assert row["cases_beyond"] > 0 == row["correct_beyond"]
-    assert row["cases_inside"] + row["cases_beyond"] == 20
-    assert row["value"] == row["correct_inside"] / 20
-    near = [case for case in raw_of(row, tmp_path, "cases") if case["distance"] <= 300]
-    assert len(near) == row["cases_inside"]
-
-
 def test_nats_per_digit_are_those_of_all_cases(coca, tmp_path):
     row = measure(coca, tmp_path, 330, 3, seed=4, variant="landmark")
     cases = raw_of(row, tmp_path, "cases")

@@ -20,6 +20,13 @@ def rewrite(path, change):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines if line))
 
 
+def record_of(tokens_seen, held_out) -> str:
+    """A stage's training.json."""
+    made = {"hardware": {"device": "cpu", "processes": 2}, "versions": {}, "seconds": 60}
+    facts = {"tokens_seen": tokens_seen, "held_out": held_out, "date": "2026-11-27"}
+    return json.dumps(facts | made)
+
+
 @pytest.fixture
 def out(tmp_path):
     """Two complete stages and one that has begun."""
@@ -29,13 +36,14 @@ def out(tmp_path):
         (directory / stage).mkdir(parents=True)
         seen = 100 * number
         lines = [
-            {"step": 0, "held_out_loss": before, "tokens_seen": seen},
-            {"step": 5, "loss": before - 0.5, "learning_rate": 0.1, "tokens_seen": seen + 50},
+            {"step": 0, "held_out_loss": before, "tokens_seen": seen, "seconds": 0.0},
+            {"step": 5, "loss": before - 0.5, "tokens_seen": seen + 50, "seconds": 10.0},
         ]
         if after:
-            lines.append({"step": 10, "held_out_loss": after, "tokens_seen": seen + 100})
-            record = {"tokens_seen": seen + 100, "held_out": {"before": before, "after": after}}
-            (directory / stage / "training.json").write_text(json.dumps(record))
+            ends = {"tokens_seen": seen + 100, "seconds": 20.0}
+            lines.append({"step": 10, "held_out_loss": after, **ends})
+            record = record_of(seen + 100, {"before": before, "after": after})
+            (directory / stage / "training.json").write_text(record)
         log = "".join(json.dumps(line) + "\n" for line in lines)
         (directory / stage / "log.jsonl").write_text(log)
     (directory / "recipe.yaml").write_text("model: x\n")
@@ -59,13 +67,13 @@ def test_the_table_has_loss_and_perplexity_of_complete_stages(out):
     after = f"{math.exp(5):,.2f}"
     assert first == ["run", "k", "100", "9.0000", "5.0000", f"{math.exp(9):,.2f}", after]
     assert others == [["run", "qkv", "200", "5.0000", "4.0000", after, f"{math.exp(4):,.2f}"]]
-    record = {"tokens_seen": 100, "held_out": {"before": 1e4, "after": float("nan")}}
-    (out / "1-k/training.json").write_text(json.dumps(record))
+    record = record_of(100, {"before": 1e4, "after": float("nan")})
+    (out / "1-k/training.json").write_text(record)
     assert table_of(out)[0][3:] == ["10000.0000", "nan", "inf", "nan"]
 
 
 def test_the_curve_has_every_loss_and_names_where_stages_begin(out):
-    (figure,) = recovery([read_recovery(out)]).figures()
+    figure, _ = recovery([read_recovery(out)]).figures()
     axes, lines = curves_of(figure)
     assert lines["run, held out"] == [[0, 9], [100, 5], [100, 5], [200, 4], [200, 4]]
     assert lines["run, training"] == [[50, 8.5], [150, 4.5], [250, 3.5]]
@@ -75,41 +83,36 @@ def test_the_curve_has_every_loss_and_names_where_stages_begin(out):
 def test_of_a_mixed_objective_the_loss_of_the_language_model_is_drawn(out):
     losses = {"loss": 2.0, "loss_lm": 3.0, "loss_distill": 1.0}
     with (out / "10-full/log.jsonl").open("a") as log:
-        log.write(json.dumps({"step": 7, **losses, "tokens_seen": 260}) + "\n")
-    (figure,) = recovery([read_recovery(out)]).figures()
+        log.write(json.dumps({"step": 7, **losses, "tokens_seen": 260, "seconds": 15.0}) + "\n")
+    figure, _ = recovery([read_recovery(out)]).figures()
     assert curves_of(figure)[1]["run, training"][2:] == [[250, 3.5], [260, 3.0]]
 
 
 def test_a_bad_first_step_without_a_loss_is_a_gap_in_the_curve(out):
     with (out / "10-full/log.jsonl").open("a") as log:
-        log.write(json.dumps({"step": 7, "loss": None, "tokens_seen": 260}) + "\n")
-    (figure,) = recovery([read_recovery(out)]).figures()
+        log.write(json.dumps({"step": 7, "loss": None, "tokens_seen": 260, "seconds": 15.0}) + "\n")
+    figure, _ = recovery([read_recovery(out)]).figures()
     (curve,) = [curve for curve in figure.drawing.curves if "training" in curve.key.label]
     assert curve.values[2:] == [3.5, None]
 
 
 def test_several_runs_are_drawn_without_their_stages_and_many_by_held_out_losses_alone(out):
     run = read_recovery(out)
-    (figure,) = recovery([run] * 2).figures()
+    figure, _ = recovery([run] * 2).figures()
     assert not curves_of(figure)[0].texts
     assert "Dashed" not in figure.caption
-    (figure,) = recovery([run] * 4).figures()
+    figure, _ = recovery([run] * 4).figures()
     assert [key.label for key in figure.keys] == ["run, held out"] * 4
 
 
 def test_against_seconds_the_calibration_and_the_stages_before_count(out):
-    for stage, log in enumerate(out / name / "log.jsonl" for name in ("1-k", "2-qkv", "10-full")):
-        rewrite(log, lambda number, line, stage=stage: line | {"seconds": 10.0 * number + stage})
-    for name, seconds in (("1-k", 60), ("2-qkv", 30)):
-        add = {"seconds": seconds}
-        rewrite(out / name / "training.json", lambda _, record, add=add: record | add)
     calibration = {"calibration": {"seconds": 300.0, "tokens": 1}}
     (out / "1-k/conversion.json").write_text(json.dumps(calibration))
     _, figure = recovery([read_recovery(out)]).figures()
     assert figure.name == "recovery-seconds"
     lines = {name: [x for x, _ in points] for name, points in curves_of(figure)[1].items()}
-    assert lines["run, held out"] == [300, 320, 361, 381, 392]
-    assert lines["run, training"] == [310, 371, 402]
+    assert lines["run, held out"] == [300, 320, 360, 380, 420]
+    assert lines["run, training"] == [310, 370, 430]
     (out / "1-k/conversion.json").write_text("{")
     with pytest.raises(CocaError, match=r"1-k/conversion\.json: got no record"):
         read_recovery(out)
@@ -119,7 +122,7 @@ def test_without_held_out_blocks_there_is_the_loss_in_training_alone(out):
     for log in out.glob("*/log.jsonl"):
         rewrite(log, lambda _, line: None if "held_out_loss" in line else line)
     for record in out.glob("*/training.json"):
-        record.write_text(json.dumps({"tokens_seen": 100, "held_out": None}))
+        record.write_text(record_of(100, None))
     section = recovery([read_recovery(out)])
     assert not [part for part in section.parts if isinstance(part, Grid)]
     (figure,) = section.figures()

@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import json
 import math
 
 import pytest
@@ -26,7 +25,6 @@ from tests.conftest import TINY as THREE_LAYERS
 TINY = {**THREE_LAYERS, "num_hidden_layers": 2}
 BATCH, SEQ_LEN, VOCAB = 4, 60, 70
 STAGES = [{"name": "k", "train": ["t_proj"]}, {"name": "full", "train": "all"}]
-WINDOWS = "config.coca_kept_window=9", "config.coca_kept_window=null"
 ONE_LAYER = "config.num_hidden_layers=1"  # halves the time of tests that need no second layer
 
 
@@ -66,17 +64,16 @@ def shard_bytes(parameter, world_size: int) -> int:
 
 @pytest.mark.parametrize("world_size", [1, 32])
 @pytest.mark.parametrize("number", [0, 1], ids=["k", "full"])
-def test_weights_gradients_and_optimizer_are_exactly_the_shards(recipe, number, world_size):
+def test_weights_and_optimizer_are_exactly_the_shards(recipe, number, world_size):
     stage = recipe.stages[number]
     with torch.device("meta"):
         model = model_from_config(recipe)
     freeze_(model, stage)
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    held = measure(recipe, stage, Setting(world_size, BATCH, 1, False)).at_step
+    held = measure(recipe, stage, Setting(world_size, BATCH, 1, False)).at_peak
     trained = sum(shard_bytes(parameter, world_size) for parameter in learning)
     every = sum(shard_bytes(parameter, world_size) for parameter in model.parameters())
     assert held["weights"] == every
-    assert held["gradients"] == trained
     # two moments, and a step counter for each
     assert held["optimizer"] == 2 * trained + 4 * len(learning)
 
@@ -206,10 +203,6 @@ def test_kept_layers_with_a_window_are_planned_as_they_run(path, monkeypatch, tm
     memory = measure(recipe, recipe.stages[1], Setting(1, BATCH, 1, False))
     peak, _ = real_run(recipe, recipe.stages[1], False)
     assert memory.peak == pytest.approx(peak, rel=0.02)
-    near, wide = (plan_recipe(alone(load_recipe(path, [w]), 1)).stages[0] for w in WINDOWS)
-    # scores and values of each query and head, two operations a product
-    saved = 2 * 2 * config.hidden_size * (SEQ_LEN - 9)
-    assert wide.token_flops.forward - near.token_flops.forward == saved
 
 
 def test_a_model_that_looks_into_its_positions_is_planned(path, tmp_path):
@@ -220,7 +213,7 @@ def test_a_model_that_looks_into_its_positions_is_planned(path, tmp_path):
         plan_recipe(alone(load_recipe(path, [*settings, rope % kind]), 1)).stages[0]
         for kind in ("linear", "dynamic")
     )
-    assert dynamic.memory.at_step == plain.memory.at_step
+    assert dynamic.memory.at_peak == plain.memory.at_peak
 
 
 def test_a_plan_leaves_nothing_behind(small):
@@ -264,7 +257,7 @@ def test_more_gpus_are_advised_last_and_nothing_where_nothing_helps(
     path, monkeypatch, accumulation, advice
 ):
     def measure_shards(recipe, stage, setting):
-        return Memory({"weights": 100 * GIB // setting.world_size}, {})
+        return Memory({"weights": 100 * GIB // setting.world_size})
 
     monkeypatch.setattr(gpu_plan, "measure", measure_shards)
     steps = ["per_device_train_batch_size=1", f"gradient_accumulation_steps={accumulation}"]
@@ -278,7 +271,7 @@ def test_a_long_block_is_helped_by_a_fused_cross_entropy_and_then_by_sharing_it(
 
     def measure_block(recipe, stage, setting):
         logits = 8 if recipe.stage_options(stage).fused_cross_entropy else 24
-        return Memory({"activations": (8 + logits) * GIB // setting.sharing}, {})
+        return Memory({"activations": (8 + logits) * GIB // setting.sharing})
 
     monkeypatch.setattr(gpu_plan, "measure", measure_block)
     recipe = load_recipe(path, [ONE_LAYER, "training.per_device_train_batch_size=1"])
@@ -309,14 +302,9 @@ def test_what_cannot_be_planned_is_refused(path, words):
     assert NO_PLAN[words] in str(result.exception)
 
 
-def test_the_command_prints_a_table_or_json(path):
-    arguments = [str(path), ONE_LAYER, "--plan", "--world-size", "2"]
-    table = CliRunner().invoke(train_app, arguments, env={"COLUMNS": "200"})
-    assert table.exit_code == 0, table.exception
-    assert "2 x H100, 80 GB each, at MFU 0.4 of 989 TFLOPS" in table.stdout
-    arguments = [str(path), ONE_LAYER, "training.torch_compile=true", "--plan", "--json"]
-    result = CliRunner().invoke(train_app, arguments)
-    plan = json.loads(result.stdout)
-    assert [stage["name"] for stage in plan["stages"]] == ["k", "full"]
-    assert plan["stages"][0]["peak_bytes"] == sum(plan["stages"][0]["memory"]["at_peak"].values())
-    assert "stages.k: planned without torch_compile" in plan["notes"]
+def test_the_command_prints_a_table_and_notes(path):
+    arguments = [str(path), ONE_LAYER, "training.torch_compile=true", "--plan", "--world-size", "2"]
+    result = CliRunner().invoke(train_app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.exception
+    assert "2 x H100, 80 GB each, at MFU 0.4 of 989 TFLOPS" in result.stdout
+    assert "stages.k: planned without torch_compile" in result.stdout
