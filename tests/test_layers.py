@@ -21,8 +21,8 @@ FLOORS = {
     "held_out": 2,
     "page": 0,
     "convert": 3,
-    "evaluate": 3,
-    "report": 4,
+    "evaluate": 4,
+    "report": 5,
     "train": 4,
     "vllm": 5,
 }

@@ -266,7 +266,13 @@ class CocaAttention(nn.Module):
         query, key = self.rotated(q, t, cos, sin)
         if past_key_values is not None:
             key, value = past_key_values.update(
-                key, value, self.layer_idx, t=t, angles=(cos, sin), content=self.content
+                key,
+                value,
+                self.layer_idx,
+                t=t,
+                angles=(cos, sin),
+                content=self.content,
+                half_width=self.config._attn_implementation == "coca",
             )
 
         # vLLM parses this source: it expects one call, to a local assigned from get_interface, with

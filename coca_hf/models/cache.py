@@ -6,7 +6,6 @@ with the same content pairs share. Keys and values together take 75% of LLaMA's 
 
 import weakref
 from collections.abc import Callable
-from copy import deepcopy
 from functools import partial
 
 import torch
@@ -34,14 +33,8 @@ class HalfWidth(Cache):
     crop, repeat, select, reset) is then done to them as well.
     """
 
-    def __deepcopy__(self, memo: dict) -> "HalfWidth":
-        memo[id(self.config)] = self.config  # the model's, whose attention can be changed later
-        copied = memo[id(self)] = object.__new__(type(self))
-        copied.__dict__.update(deepcopy(self.__dict__, memo))
-        return copied
-
-    def hold_angles(self, config, new_layer: Callable[[], CacheLayerMixin]) -> None:
-        self.config, self.new_layer = config, new_layer
+    def hold_angles(self, constraint: str, new_layer: Callable[[], CacheLayerMixin]) -> None:
+        self.constraint, self.new_layer = constraint, new_layer
         self.angles: dict[Place, CacheLayerMixin] = {}
         self.first_layers: dict[Place, int] = {}
 
@@ -54,14 +47,15 @@ class HalfWidth(Cache):
         t: Tensor,
         angles: tuple[Tensor, Tensor],
         content: ContentPairs,
+        half_width: bool,
     ) -> tuple[Tensor, Tensor]:
         """Store the new `t` (b, g, m, j) and `value_states` (b, g, m, d); return all keys and
         values of the layer.
 
         angles: cos and sin of the new positions, (b or 1, 1, m, j). content: the layer's content
-        pairs. key_states: the new keys, (b, g, m, d). The attention `coca`, which computes its own
-        keys, gets all t instead of all keys. The t of a kept layer are keys before rotation,
-        (b, g, m, d); its `key_states` are stored unchanged.
+        pairs. key_states: the new keys, (b, g, m, d). half_width: return all t instead of all keys,
+        unless all are new, for an attention that computes its own keys. The t of a kept layer are
+        keys before rotation, (b, g, m, d); its `key_states` are stored unchanged.
         """
         if t.shape == key_states.shape:
             return super().update(key_states, value_states, layer_idx)
@@ -75,9 +69,7 @@ class HalfWidth(Cache):
         t, value = super().update(rectified(t, content), value_states, layer_idx)
         if t.shape[-2] == key_states.shape[-2]:
             return key_states, value
-        if self.config._attn_implementation == "coca":
-            return t, value
-        return self.keys_of(t, content), value
+        return t if half_width else self.keys_of(t, content), value
 
     def keys_of(self, t: Tensor, content: ContentPairs) -> Tensor:
         """Keys (b, g, n, d) for all `t` of a layer."""
@@ -86,7 +78,7 @@ class HalfWidth(Cache):
     def unit_keys(self, place: Place) -> Tensor:
         """Keys for coefficients of 1 at all positions, (b, 1, n, 2, j)."""
         held = self.angles[place]
-        return unit_key(held.keys, held.values, self.config.coca_constraint)
+        return unit_key(held.keys, held.values, self.constraint)
 
     def angles_of(self, t: Tensor, content: ContentPairs) -> tuple[Tensor, Tensor]:
         """Cosines and sines, each (b, 1, n, j), for all `t` of a layer, which are the last n under
@@ -105,7 +97,7 @@ class CocaCache(HalfWidth, DynamicCache):
             self.layers: list[CacheLayerMixin] = [
                 RoomyLayer() if type(layer) is DynamicLayer else layer for layer in self.layers
             ]
-        self.hold_angles(config, RoomyLayer)
+        self.hold_angles(config.coca_constraint, RoomyLayer)
         # the cosines that the unit keys were computed from, and the unit keys
         self.held_unit_keys: dict[Place, tuple[Tensor, Tensor]] = {}
 
@@ -186,4 +178,4 @@ class CocaStaticCache(HalfWidth, StaticCache):
                 "CocaStaticCache: got a model with sliding windows, expected one without; use "
                 "StaticCache"
             )
-        self.hold_angles(config, partial(StaticLayer, max_cache_len))
+        self.hold_angles(config.coca_constraint, partial(StaticLayer, max_cache_len))

@@ -206,11 +206,12 @@ class CocaConfig(PreTrainedConfig):
                 f"coca_kept_window is {window} beside coca_kept_layers {self.coca_kept_layers}, "
                 "expected at least 2 tokens, below 2^31, and layers that are kept"
             )
-        is_changed = window is not None and self.sliding_window != window
+        follows = getattr(self, "sliding_window", None)
+        is_changed = window is not None and follows != window
         if is_changed or window != self._made_for_window:
             raise ValueError(
                 f"coca_kept_window is {window}, but sliding_window, which follows from it, is "
-                f"{self.sliding_window}; pass coca_kept_window to from_pretrained"
+                f"{follows}; pass coca_kept_window to from_pretrained"
             )
 
     def validate_numbers(self):

@@ -123,13 +123,16 @@ def test_what_is_done_to_the_cache_is_done_to_angles_and_keys_of_both_widths(ope
     torch.testing.assert_close(*logits, rtol=0, atol=1e-11)
 
 
-def test_a_copy_decodes_with_the_attention_that_the_model_has_later():
+@pytest.mark.parametrize(
+    "copied_by", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))]
+)
+def test_a_copy_decodes_with_the_attention_that_the_model_has_later(copied_by):
     model, ids = tiny_model(), tokens(1, 9)
     with torch.no_grad():
         held = model(ids, use_cache=True).past_key_values
         expected = model(ids[:, :2], past_key_values=copy.deepcopy(held)).logits
         model.set_attn_implementation("coca")
-        copied = copy.deepcopy(held)
+        copied = copied_by(held)
         model.set_attn_implementation("eager")
         logits = model(ids[:, :2], past_key_values=copied).logits
     assert copied.layers[0].keys is not held.layers[0].keys

@@ -206,11 +206,15 @@ def test_another_window_is_an_argument_or_an_edit_and_none_is_full_attention(cas
         assert (again(ids).logits - expected).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("window", [4, None])
-def test_no_model_is_made_or_saved_with_a_window_that_was_set_on_its_config(window, tmp_path):
-    model = coca_model("llama", keep_layers=[1], keep_window=5)
+@pytest.mark.parametrize(("made_with", "window"), [(5, 4), (5, None), (None, 4)])
+def test_no_model_is_made_or_saved_with_a_window_that_was_set_on_its_config(
+    made_with, window, tmp_path
+):
+    model = coca_model("llama", keep_layers=[1], keep_window=made_with)
     model.config.coca_kept_window = window
-    message = f"coca_kept_window is {window}, but sliding_window, which follows from it, is 5"
+    message = (
+        f"coca_kept_window is {window}, but sliding_window, which follows from it, is {made_with}"
+    )
     with pytest.raises(Exception, match=message):
         model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
