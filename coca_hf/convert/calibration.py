@@ -18,14 +18,15 @@ be converted.
 
 import contextlib
 import copy
+import dataclasses
 import itertools
 import json
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -199,15 +200,41 @@ class Calibration:
             "seconds": seconds,
         }
 
-    def run(self, layout: Layout, folder: Path, report: Report) -> None:
-        """Fit the layers of `layout`, which receives the tensors; `record` says what was done."""
+    def chosen(
+        self,
+        layout: Layout,
+        named: Sequence[int],
+        ranked: int | str | None,
+        folder: Path,
+        report: Report,
+    ) -> Layout:
+        """`layout` with the content layers and the kept layers that fits of all layers choose.
+
+        named: kept layers that are not chosen; ranked: how many to keep, or `auto`, those whose
+        conversion harms most; None to keep those that are named.
+        """
+        if self.task.chooses_content:
+            found = self._fit(layout, folder, report).content_layers
+            form = dataclasses.replace(layout.form, content_layers=found)
+            layout = Layout(layout.source, form, named)
+        if ranked:
+            fitted = self._fit(layout, folder, report).tensors
+            pairs = LayerPairs(layout, self.device)
+            self.harms = layer_harms(pairs, fitted, self.ranking_blocks, folder)
+            kept = most_harmful(self.harms, None if ranked == "auto" else int(ranked))
+            layout = Layout(layout.source, layout.form, kept)
+        return layout
+
+    def run(
+        self, layout: Layout, folder: Path, report: Report
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Fit the layers of `layout`; returns their tensors, and the record of what was done."""
         done, task = self._fit(layout, folder, report), self.task
         number = layout.config.num_hidden_layers
         report(CalibrationProgress(number, number, None, "fitting W_O to the residual stream"))
         began = time.perf_counter()
         outputs, perplexity = self._refit(layout, done.tensors, folder)
         self.seconds.update({"outputs": time.perf_counter() - began})
-        layout.calibrated = done.tensors | outputs
         half = task.blocks.numel() // 2  # the other half has repeated passages
         record = {
             "text": self.text,
@@ -227,19 +254,8 @@ class Calibration:
             "seconds": round(time.perf_counter() - self.began, 1),
             "seconds_by_part": {name: round(s, 1) for name, s in self.seconds.items()},
         }
-        self.record = {name: value for name, value in record.items() if value is not None}
-
-    def content_layers(self, layout: Layout, folder: Path, report: Report) -> list[int]:
-        """Fit all layers; returns those that are content layers."""
-        return self._fit(layout, folder, report).content_layers
-
-    def most_harmful(
-        self, layout: Layout, number: int | str, folder: Path, report: Report
-    ) -> list[int]:
-        """Fit all layers, and return the `number` (or `auto`) whose conversion harms most."""
-        fitted, pairs = self._fit(layout, folder, report).tensors, LayerPairs(layout, self.device)
-        self.harms = layer_harms(pairs, fitted, self.ranking_blocks, folder)
-        return most_harmful(self.harms, None if number == "auto" else int(number))
+        known = {name: value for name, value in record.items() if value is not None}
+        return done.tensors | outputs, known
 
     def _refit(
         self, layout: Layout, fitted: Mapping[str, Tensor], folder: Path
@@ -255,6 +271,7 @@ class Calibration:
             remove_states(folder)
 
     def _fit(self, layout: Layout, folder: Path, report: Report) -> FittedLayers:
+        """All layers to convert; those that an earlier call or a killed run fitted come from `folder`."""
         self.began = self.began or time.perf_counter()
         run = CalibrationRun(LayerPairs(layout, self.device, self.dtype), self.task, folder)
         done = run.fit_layers(report)

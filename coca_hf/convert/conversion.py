@@ -1,7 +1,6 @@
 """Convert a checkpoint on disk, a block at a time: `convert_checkpoint`."""
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -207,7 +206,7 @@ def convert_checkpoint(
         # weights in `scratch` are headers alone
         numbers_are_here, began = scratch not in source.directory.parents, time.perf_counter()
         if (calibration or dry_run) and numbers_are_here:
-            preflight.check_numbers(possible)
+            preflight.check_numbers(possible, calibrates=calibration is not None)
         if dry_run:
             seconds = time.perf_counter() - began if numbers_are_here else None
             plan = _plan(expected, target, seconds)
@@ -219,22 +218,18 @@ def convert_checkpoint(
                 "content_layers": content if ranked or chooses_content else None,
             }
             return plan | {name: value for name, value in asked.items() if value}
+        calibrated = None
         if calibration:
-            if chooses_content:
-                chosen = calibration.content_layers(layout, staging.calibrated, report)
-                form = dataclasses.replace(form, content_layers=chosen)
-                layout = Layout(source, form, named)
-            if ranked:
-                kept = calibration.most_harmful(layout, ranked, staging.calibrated, report)
-                layout = Layout(source, form, kept)
             if is_open:
+                folder = staging.calibrated
+                layout = calibration.chosen(layout, named, ranked, folder, report)
                 _begin(staging, layout, calibration)
-            calibration.run(layout, staging.calibrated, report)
+            layout.calibrated, calibrated = calibration.run(layout, staging.calibrated, report)
         WeightsWriter(layout, staging, progress or (lambda done, total: None)).write()
         layout.calibrated = {}  # NFS removes no directory whose files are mapped
         source.check_unchanged()
         finished = staging.finished.values()
-        record = without_paths(_record(layout, finished, calibration, base, records))
+        record = without_paths(_record(layout, finished, calibrated, base, records))
         (staging.checkpoint / RECORD).write_text(json.dumps(record, indent=2) + "\n")
         if training := records.get(TRAINING_RECORD):  # older ones have paths
             kept_facts = {name: training[name] for name in training if name not in HASHES}
@@ -250,7 +245,7 @@ def convert_checkpoint(
 def _begin(
     staging: Staging, layout: Layout, calibration: Calibration | None, is_open: bool = False
 ) -> None:
-    """Write all but weights, record and card.
+    """Write all but weights, record and card; `layout` notes what its calibration depends on.
 
     is_open: calibration has yet to choose layers, so all shards of an earlier run stay.
     """
@@ -285,7 +280,7 @@ def _plan(layout: Layout, target: Path, seconds: float | None) -> dict:
 def _record(
     layout: Layout,
     finished: Collection[FinishedShard],
-    calibration: Calibration | None,
+    calibrated: dict | None,
     base: dict,
     records: Mapping[str, dict],
 ) -> dict:
@@ -300,7 +295,7 @@ def _record(
         "start": _initialisation(layout, finished),
         "versions": versions("coca-hf", "transformers", "torch", "safetensors"),
         "date": now(),
-        "calibration": calibration.record if calibration else None,
+        "calibration": calibrated,
     }
     if layout.from_coca:  # its conversions, the first one first
         last = dict(records.get(RECORD, {}))

@@ -175,7 +175,7 @@ def check_room(layout: Layout, target: Path, states: int = 0, layers: int = 0) -
         )
 
 
-def check_numbers(layouts: Iterable[Layout]) -> None:
+def check_numbers(layouts: Iterable[Layout], calibrates: bool) -> None:
     """Raise CocaError for what writing one of `layouts` would refuse, before layers are calibrated
     for hours.
 
@@ -193,8 +193,7 @@ def check_numbers(layouts: Iterable[Layout]) -> None:
                     layout.as_stored(target, block)
             else:
                 made = initialiser.make(target)
-                is_fitted_later = target.module == "t_proj" and layout.calibrated_from is not None
-                if not is_fitted_later:
+                if not (calibrates and target.module == "t_proj"):  # which is fitted later
                     layout.as_stored(target, made)
 
 
