@@ -288,6 +288,7 @@ def _print_plan(plan: dict, dst: str) -> None:
     words = kept_in_words(plan) + uncounted if kept else "no layer"
     _line("original attention", f"kept in {words}")
     _print_attention(plan)
+    _print_tokenizer(plan, dst)
     if calibration := plan.get("calibration"):
         _line(
             "would calibrate",
@@ -315,6 +316,7 @@ def _print_conversion(record: dict, dst: str) -> None:
     if record["kept_layers"]:
         _line("original attention", f"kept in {kept_in_words(record)}")
     _print_attention(record)
+    _print_tokenizer(record, dst)
     _line("start of W_T", record["start"]["rule"])
     if calibration := record.get("calibration"):
         words = perplexity_in_words(calibration, record)
@@ -345,6 +347,15 @@ def _print_attention(facts: dict) -> None:
         _line("content pairs", content)
     if "rope" in facts:
         _line("RoPE", base_in_words(facts["rope"]))
+
+
+def _print_tokenizer(facts: dict, dst: str) -> None:
+    if differences := facts.get("adapter_tokenizer_differs"):
+        _line(
+            "tokenizer",
+            f"SRC's; the adapter's differs ({', '.join(differences)}) and is not taken: copy its "
+            f"tokenizer files into {dst} to have it",
+        )
 
 
 def _line(label: str, text: str) -> None:

@@ -55,8 +55,7 @@ class Encoder:
         )
         tokens: list[int] = []
         for piece, ids in zip(pieces, encoded["input_ids"], strict=True):
-            tokens += self._before if piece.begins else []
-            tokens += ids
+            tokens += begun(ids, self._before) if piece.begins else ids
             if piece.ends:  # a text that itself ends with eos gets no second one
                 tokens += self._after[1:] if ids[-1:] == self._after[:1] else self._after
         if (largest := max(tokens, default=0)) >= self.vocab_size:
@@ -88,6 +87,13 @@ def around_text(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int
         f"{tokenizer.name_or_path}: got a tokenizer whose special tokens cannot be told from its "
         "text, expected them before and after a text; is its vocabulary whole?"
     )
+
+
+def begun(ids: list[int], before: list[int]) -> list[int]:
+    """`ids` of a text after the special tokens `before` it, unless the text begins with them, as
+    one of `apply_chat_template` does.
+    """
+    return ids if ids[: len(before)] == before else before + ids
 
 
 def ordinary_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Tensor:

@@ -51,7 +51,7 @@ def calibration_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Token ids from all over a text: blocks to fit on, (n_b, m), and held-out blocks, (n, m).
 
-    Nothing is fitted on that coca-train holds out of this text.
+    Nothing is fitted on that coca-train holds out of this text as one source.
 
     place: the arguments of `read_documents`; only the first `HUB_CHARACTERS` of a data set on the
     hub are read. num_tokens: to fit on, in blocks of `block_tokens`, or shorter ones if the model

@@ -320,6 +320,7 @@ def _facts(layout: Layout) -> dict:
         "content_layers": config.coca_content_layers or None,
         "rope": layout.ntk,
         "dtype": str(config.dtype).removeprefix("torch."),
+        "adapter_tokenizer_differs": source.adapter_tokenizer,
         **_summary(layout),
     }
     return {name: value for name, value in facts.items() if value is not None}

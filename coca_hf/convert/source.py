@@ -24,6 +24,7 @@ from coca_hf.convert.initialise import Shape
 from coca_hf.convert.quantized import FOUR_BITS, quantized_weights
 from coca_hf.errors import CocaError, library_errors
 from coca_hf.models.hub import CARD, LICENCE_FILES, RECORDS
+from coca_hf.tokens import around_text
 from coca_hf.weights import (
     FLOATS,
     INDEX,
@@ -236,6 +237,23 @@ class Source:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return load_tokenizer(self.directory)
 
+    @functools.cached_property
+    def adapter_tokenizer(self) -> list[str] | None:
+        """In what the tokenizer beside the adapter, which is not taken, differs from the source's."""
+        if not self.adapter:
+            return None
+        beside = self.adapter.config_file.parent
+        if not list(filter_repo_objects(os.listdir(beside), allow_patterns=TOKENIZER_FILES)):
+            return None
+        ours: dict[str, Any] = {}
+        with contextlib.suppress(CocaError):
+            ours = _traits(self.directory)
+        try:
+            theirs = _traits(beside)
+        except CocaError:
+            return ["it cannot be loaded"]
+        return [name for name in ours | theirs if ours.get(name) != theirs.get(name)] or None
+
     def states(self) -> list[tuple[int, ...]]:
         """Values that change whenever a file of weights or the adapter's factor changes."""
         adapter = [(int(self.adapter.record["xxh3_128"], 16),)] if self.adapter else []
@@ -429,6 +447,19 @@ def _behaviour(tokenizer: PreTrainedTokenizerBase) -> tuple:
         del steps["model"]["vocab"]  # if two tokens share an id, it has one of them at random
     chat = tokenizer.special_tokens_map, tokenizer.chat_template, tokenizer.padding_side
     return type(tokenizer), steps, tokenizer.get_vocab(), chat
+
+
+def _traits(directory: Path) -> dict[str, Any]:
+    """What a training may change in the tokenizer of `directory`, by names to print."""
+    tokenizer = load_tokenizer(directory)
+    with library_errors(f"{directory}: got a tokenizer that reads no text"):
+        around = around_text(tokenizer)
+    return {
+        "chat template": tokenizer.chat_template,
+        **tokenizer.special_tokens_map,
+        "vocabulary": tokenizer.get_vocab(),
+        "special tokens around a text": around,
+    }
 
 
 def _raise_tokenizer_length(file: Path, length: int) -> None:

@@ -13,7 +13,7 @@ from coca_hf.documents import Document, check_text_options, commit_of, read_docu
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.loaded_model import LoadedModel, check_choice, check_vocabulary
 from coca_hf.evaluate.rows import relative
-from coca_hf.tokens import around_text
+from coca_hf.tokens import around_text, begun
 
 T = TypeVar("T")
 
@@ -96,8 +96,8 @@ def draw_sample(
     Only documents of at least `min_bytes` bytes in UTF-8 are drawn from. The draw depends on the
     seed and not on the tokenizer, so models with different ones read the same documents. With
     `skip_short`, all of `data` is tokenized, and only documents of at least `min_tokens` tokens are
-    drawn from. special_tokens: whether texts begin with the tokenizer's own, if it sets any; those
-    that it sets after a text are never read.
+    drawn from. special_tokens: whether texts begin with the tokenizer's own, once, if it sets any;
+    those that it sets after a text are never read.
     data_revision: of a data set on the hub, which is read at one commit throughout.
 
     Raises CocaError if a drawn document is empty or too short (unless `skip_short`), there are
@@ -115,13 +115,12 @@ def draw_sample(
     settings |= {"seed": seed, "max_tokens": max_tokens}
     sample = Sample(settings | ({"min_bytes": min_bytes} if min_bytes else {}))
 
-    num_after = len(around_text(loaded.tokenizer)[1]) if special_tokens else 0
+    before = around_text(loaded.tokenizer)[0] if special_tokens else []
 
     def tokenize(document: Document) -> Tensor:
-        ids = []
-        if document.text:
-            ids = loaded.tokenizer(document.text, add_special_tokens=special_tokens)["input_ids"]
-        return torch.tensor(ids[: len(ids) - num_after][:max_tokens], dtype=torch.long)
+        ids = loaded.tokenizer(document.text, add_special_tokens=False)["input_ids"]
+        ids = begun(ids, before) if document.text else []
+        return torch.tensor(ids[:max_tokens], dtype=torch.long)
 
     def candidates() -> Iterator[tuple[Document, Tensor | None]]:
         for document in read_documents(data, column, split, subset, commit, keep_empty=True):

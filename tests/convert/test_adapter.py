@@ -5,7 +5,7 @@ import shutil
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coca_hf import convert_checkpoint
 from tests.convert.checkpoints import (
@@ -149,6 +149,38 @@ def test_a_dry_run_counts_the_adapter_as_read(tiny_llama_dir, adapter, tmp_path)
     )
     size = (adapter / "adapter_model.safetensors").stat().st_size
     assert with_adapter == {"files": plain["files"] + 1, "bytes": plain["bytes"] + size}
+
+
+def test_a_tokenizer_beside_the_adapter_is_not_taken_and_its_differences_are_named(
+    tiny_llama_dir, adapter, tmp_path, converts
+):
+    lora, dst = shutil.copytree(adapter, tmp_path / "lora"), tmp_path / "dst"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama_dir)
+    tokenizer.save_pretrained(lora)
+    assert "\n  tokenizer" not in converts(tiny_llama_dir, dst, "--adapter", lora)
+    tokenizer.chat_template, tokenizer.eos_token = "{{ messages[0].content }}", "<s>"
+    tokenizer.save_pretrained(lora)
+    line = (
+        "  tokenizer             SRC's; the adapter's differs (chat template, eos_token) and is not "
+        f"taken: copy its tokenizer files into {dst} to have it\n"
+    )
+    for option in ("--dry-run", "--overwrite"):
+        assert line in converts(tiny_llama_dir, dst, "--adapter", lora, "--overwrite", option)
+    made = AutoTokenizer.from_pretrained(dst)
+    assert (made.chat_template, made.eos_token) == (None, "</s>")
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(lora / file, dst / file)
+    made = AutoTokenizer.from_pretrained(dst)
+    assert (made.chat_template, made.eos_token) == (tokenizer.chat_template, "<s>")
+
+
+def test_files_of_a_tokenizer_that_does_not_load_beside_the_adapter_are_named(
+    tiny_llama_dir, adapter, tmp_path
+):
+    lora = shutil.copytree(adapter, tmp_path / "lora")
+    (lora / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    record = convert_checkpoint(tiny_llama_dir, tmp_path / "dst", adapter=lora)
+    assert record["adapter_tokenizer_differs"] == ["it cannot be loaded"]
 
 
 def config(**fields):

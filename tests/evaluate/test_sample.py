@@ -29,13 +29,15 @@ def test_without_a_number_every_document_is_there_in_order(llama, many):
     assert llama.tokenizer.decode(sample.token_ids[7]).startswith("07 xxx")
 
 
-def test_what_a_tokenizer_puts_after_a_text_is_no_text(llama, many):
+def test_a_text_begins_with_special_tokens_once_and_ends_without_any(llama, many):
     plain = draw_sample(llama, many, 10)
     tokenizer = copy.deepcopy(llama.tokenizer)
     specials = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<s> $A </s>", special_tokens=specials
     )
+    first = Path(many) / "00.txt"
+    first.write_text(f"<s>{first.read_text()}")  # as a chat template begins a text
     around = draw_sample(replace(llama, tokenizer=tokenizer), many, 10)
     for ids, own in zip(around.token_ids, plain.token_ids, strict=True):
         assert ids.tolist() == [specials[0][1], *own.tolist()]

@@ -85,6 +85,12 @@ def test_special_tokens_stand_once_around_a_document_however_many_pieces_it_has(
     assert tokens.Encoder(AddsItsOwn(), 256).document(text).tolist() == [1, *map(ord, text), 2]
 
 
+@pytest.mark.parametrize(("begin", "end"), [("\x01", "\x02"), ("\x01", ""), ("", "\x02"), ("", "")])
+def test_a_document_that_has_special_tokens_of_its_own_gets_no_second_ones(begin, end):
+    document = tokens.Encoder(AddsItsOwn(), 256).document(f"{begin}a\x01b{end}")
+    assert document.tolist() == [1, *map(ord, "a\x01b"), 2]
+
+
 def test_a_document_larger_than_a_dozen_novels_is_named_once_and_trained_on_in_pieces(
     corpus, tiny_tokenizer, tmp_path, monkeypatch, capsys
 ):
