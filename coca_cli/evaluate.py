@@ -3,7 +3,6 @@
 import inspect
 import json
 import shlex
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import wraps
@@ -12,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from coca_cli.main import BadOption, PlainConsole, console, say
+from coca_cli.main import BadOption, PlainConsole, console, refuse_other_encodings, say
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -132,16 +131,13 @@ class ModelOptions:
     revision: Annotated[str | None, typer.Option(help=REVISION)] = None
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=TRUST)] = False
 
-    def load(self, lengths: list[int], batch_size: int | None = None):
-        """The run of these options."""
+    def begin(self, lengths: list[int], batch_size: int | None = None):
+        """The run of these options: the model, loaded, and its rows so far."""
         from coca_hf.evaluate.loaded_model import parse_ropes, processes
         from coca_hf.evaluate.rows import RowStore, Run
 
         console.quiet = not processes().is_main_process
-        # Bytes that are not UTF-8 are surrogates here
-        if any("\ud800" <= character <= "\udfff" for word in sys.argv for character in word):
-            problem = "got a name that is not UTF-8, which no row can hold; rename it"
-            raise BadOption(f"{shlex.join(sys.argv)!a}: {problem}")
+        refuse_other_encodings()
         ropes, store = parse_ropes(self.rope), RowStore(self.out)
         loaded = self.load_one(self.model, ropes, self.name, self.revision)
         return Run(loaded, lengths, ropes, store, batch_size)
@@ -150,27 +146,28 @@ class ModelOptions:
         self, path: str, ropes: list, name: str | None = None, revision: str | None = None
     ):
         """The model at `path`, refused if it does not take the settings `ropes`."""
-        from coca_hf.evaluate.loaded_model import check_rope, load_model, warn_small_tokenizer
+        from coca_hf.evaluate.loaded_model import check_rope, load_model, small_tokenizer_warning
 
         loaded = load_model(path, self.dtype, name, revision, self.trust_remote_code)
-        warn(warn_small_tokenizer(loaded))
+        warn(small_tokenizer_warning(loaded))
         for setting in ropes:
             check_rope(loaded.model, setting)
         return loaded
 
-    def make(self, run, yielded: Iterable[dict], new_tokens: int = 0) -> list[dict]:
+    def measure_and_print(self, run, yielded: Iterable[dict], new_tokens: int = 0) -> list[dict]:
         """Make the rows of a run, on all processes of `accelerate launch`, and print them.
 
-        Returns the rows in the main process, none in others.
+        The model runs here: `yielded` measures as it is read. Returns the rows in the main process,
+        none in others.
         new_tokens: of an answer, for the warning that RoPE settings do not reach the lengths.
         """
-        from coca_hf.evaluate.loaded_model import processes, warn_beyond_trained
+        from coca_hf.evaluate.loaded_model import beyond_trained_warning, processes
         from coca_hf.evaluate.measurements import MEASUREMENTS
         from coca_hf.evaluate.progress import Progress
         from coca_hf.evaluate.rows import made_otherwise
         from coca_hf.evaluate.tables import results_table
 
-        warn(warn_beyond_trained(run.loaded.model, run.ropes, run.lengths, new_tokens))
+        warn(beyond_trained_warning(run.loaded.model, run.ropes, run.lengths, new_tokens))
         with Progress(console) as run.progress:
             rows = list(yielded)
         is_main = processes().is_main_process
@@ -273,9 +270,9 @@ def perplexity_command(
     from coca_hf.evaluate.perplexity import VARIANTS, perplexity_rows
 
     check_choice("--variant", variant, VARIANTS)
-    run, kind = options.load(lengths, batch_size), VARIANTS[variant]
+    run, kind = options.begin(lengths, batch_size), VARIANTS[variant]
     sample = texts.draw(run, special_tokens=kind.special_tokens)
-    options.make(run, perplexity_rows(run, sample, stride or kind.stride, variant))
+    options.measure_and_print(run, perplexity_rows(run, sample, stride or kind.stride, variant))
 
 
 @app.command("position-loss")
@@ -293,8 +290,8 @@ def position_command(
     """
     from coca_hf.evaluate.position import position_rows
 
-    run = options.load(lengths, batch_size)
-    options.make(run, position_rows(run, texts.draw(run), bucket))
+    run = options.begin(lengths, batch_size)
+    options.measure_and_print(run, position_rows(run, texts.draw(run), bucket))
 
 
 @app.command("passkey")
@@ -314,9 +311,9 @@ def passkey_command(
     from coca_hf.evaluate.passkey import VARIANTS, passkey_rows
 
     check_choice("--variant", variant, VARIANTS)
-    run = options.load(lengths, batch_size)
+    run = options.begin(lengths, batch_size)
     rows = passkey_rows(run, cases, new_tokens, seed, variant, depths)
-    options.make(run, rows, new_tokens or VARIANTS[variant].new_tokens)
+    options.measure_and_print(run, rows, new_tokens or VARIANTS[variant].new_tokens)
 
 
 @app.command("boundary")
@@ -330,8 +327,8 @@ def boundary_command(
     """Angle between query and key before rotation, and where scores rise with distance."""
     from coca_hf.evaluate.boundary import boundary_rows
 
-    run = options.load(lengths)
-    options.make(run, boundary_rows(run, texts.draw(run), pairs, texts.seed))
+    run = options.begin(lengths)
+    options.measure_and_print(run, boundary_rows(run, texts.draw(run), pairs, texts.seed))
 
 
 @app.command("copying")
@@ -349,10 +346,10 @@ def copying_command(
     """
     from coca_hf.evaluate.copying import copying_rows
 
-    run, sample = options.load(lengths, batch_size), None
+    run, sample = options.begin(lengths, batch_size), None
     if texts.given:
         sample = texts.draw(run, max(lengths) // 2, special_tokens=False)
-    options.make(run, copying_rows(run, cases, texts.seed, sample))
+    options.measure_and_print(run, copying_rows(run, cases, texts.seed, sample))
 
 
 @app.command("recall")
@@ -368,8 +365,8 @@ def recall_command(
     """Share of values that the model finds by their keys in a list spread over each length."""
     from coca_hf.evaluate.recall import recall_rows
 
-    run = options.load(lengths, batch_size)
-    options.make(run, recall_rows(run, cases, pairs, seed))
+    run = options.begin(lengths, batch_size)
+    options.measure_and_print(run, recall_rows(run, cases, pairs, seed))
 
 
 @app.command("attention-maps")
@@ -383,9 +380,9 @@ def attention_maps_command(
     """Divergence of every head's attention from that of the original model."""
     from coca_hf.evaluate.attention_maps import attention_map_rows
 
-    run = options.load(lengths)
+    run = options.begin(lengths)
     original = options.load_one(baseline, run.ropes)
-    options.make(run, attention_map_rows(run, original, texts.draw(run)))
+    options.measure_and_print(run, attention_map_rows(run, original, texts.draw(run)))
 
 
 @app.command("layers")
@@ -401,10 +398,10 @@ def layers_command(
     """Harm of converting each layer, and which layers to keep first."""
     from coca_hf.evaluate.layers import layer_rows
 
-    run = options.load(lengths, batch_size)
+    run = options.begin(lengths, batch_size)
     other = options.load_one(original, run.ropes)
     sample = texts.draw(run, special_tokens=False)
-    for row in options.make(run, layer_rows(run, other, sample, cases, texts.seed)):
+    for row in options.measure_and_print(run, layer_rows(run, other, sample, cases, texts.seed)):
         if "order" in row:
             say(f"keep first, by {row['length']} tokens: {','.join(map(str, row['order']))}")
 
@@ -428,8 +425,8 @@ def tasks_command(
     from coca_hf.evaluate.tasks import parse_tasks, task_rows
 
     names = parse_tasks(tasks, include_path) if tasks else []
-    run = options.load(ruler, batch_size)
-    options.make(run, task_rows(run, names, shots, limit, include_path))
+    run = options.begin(ruler, batch_size)
+    options.measure_and_print(run, task_rows(run, names, shots, limit, include_path))
 
 
 @app.command("speed")
@@ -450,10 +447,10 @@ def speed_command(
     from coca_hf.evaluate.speed import parse_modes, speed_rows
 
     chosen = parse_modes(modes)
-    run, other = options.load(lengths, batch_size), None
+    run, other = options.begin(lengths, batch_size), None
     if baseline is not None:
         other = options.load_one(baseline, run.ropes, baseline_name)
-    options.make(run, speed_rows(run, other, chosen, repeats, warmup))
+    options.measure_and_print(run, speed_rows(run, other, chosen, repeats, warmup))
 
 
 @app.command("inspect")

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import re
+import shlex
 import sys
 import warnings
 from functools import partial
@@ -18,8 +19,8 @@ from rich.console import Console
 PlainConsole = partial(Console, markup=False, emoji=False, highlight=False)
 console = PlainConsole(stderr=True, soft_wrap=True)
 
-# Typer's error for options, arguments and commands that are wrong or do not exist; one line. CocaError
-# is not to be had before all of coca_hf is imported.
+# Typer's error for options, arguments and commands that are wrong or do not exist; one line. To
+# import CocaError would import all of coca_hf.
 BadOption: Any = typer.BadParameter.__base__
 
 
@@ -86,6 +87,14 @@ def _refuse_empty_words() -> None:
             option = word.removesuffix("=") or before
             where = option if option.startswith("-") else f"argument {number}"
             raise BadOption(f"{where}: got an empty word, expected a value; is a variable unset?")
+
+
+def refuse_other_encodings() -> None:
+    """Raises BadOption for arguments that are not UTF-8, which no row can hold."""
+    # Their bytes are surrogates here
+    if any("\ud800" <= character <= "\udfff" for word in sys.argv for character in word):
+        problem = "got a name that is not UTF-8, which no row can hold; rename it"
+        raise BadOption(f"{shlex.join(sys.argv)!a}: {problem}")
 
 
 def _of_option(error: Any) -> str:

@@ -142,7 +142,7 @@ def check_same_dtype(loaded: LoadedModel, baseline: LoadedModel) -> None:
         )
 
 
-def warn_small_tokenizer(loaded: LoadedModel) -> str | None:
+def small_tokenizer_warning(loaded: LoadedModel) -> str | None:
     """One line if the tokenizer has too few tokens for the model's embedding, otherwise None.
 
     Embeddings are padded to multiples of up to 1,024 rows; the most that published models pad is
@@ -409,7 +409,7 @@ def trained_length(config: PreTrainedConfig) -> int | None:
     return trained_len or getattr(config, "max_position_embeddings", None)
 
 
-def warn_beyond_trained(
+def beyond_trained_warning(
     model: PreTrainedModel, ropes: list[Rope], lengths: list[int], new_tokens: int = 0
 ) -> str | None:
     """One line about lengths beyond what a static RoPE setting was made for, or None.

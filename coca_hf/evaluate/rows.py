@@ -121,13 +121,13 @@ def marked(row_type: Any, mark: str, row: dict) -> str:
     return json.dumps([row.get(name) for name in fields(row_type, mark)])
 
 
-def latest(rows: Iterable[dict], measured: Callable[[dict], T]) -> dict[T, dict]:
-    """The latest of the rows that agree in `measured`; the last of those with the same date."""
+def latest(rows: Iterable[dict], key: Callable[[dict], T]) -> dict[T, dict]:
+    """The latest of the rows that agree in `key`; the last of those with the same date."""
     found: dict[T, dict] = {}
     for row in rows:
-        key = measured(row)
-        if key not in found or str(found[key].get("date")) <= str(row.get("date")):
-            found[key] = row
+        its = key(row)
+        if its not in found or str(found[its].get("date")) <= str(row.get("date")):
+            found[its] = row
     return found
 
 
@@ -316,7 +316,7 @@ class Run:
         results of a row and its raw tables.
         """
 
-        def measured(rope: Rope, together: list[dict]) -> list[dict]:
+        def make(rope: Rope, together: list[dict]) -> list[dict]:
             (row,) = together
             length, began = row["length"], time.perf_counter()
             watch = partial(self.progress, description=f"{row['task']}  {rope}  {length}")
@@ -334,20 +334,20 @@ class Run:
             (rope, [settings | self.about | {"rope": str(rope), "length": length}])
             for rope, length in itertools.product(self.ropes, self.lengths)
         ]
-        return self.each(asked, partial(self.store.find, row_type), measured)
+        return self.each(asked, partial(self.store.find, row_type), make)
 
     def each(
         self,
         asked: list[tuple[Rope, list[dict]]],
         find: Callable[[dict], list[dict]],
-        measured: Callable[[Rope, list[dict]], list[dict]],
+        make: Callable[[Rope, list[dict]], list[dict]],
         noun: str = "rows",
     ) -> Iterator[dict]:
-        """Yield the rows of everything that is asked for; only missing ones are `measured`.
+        """Yield the rows of everything that is asked for; only missing ones are measured.
 
         asked: settings of rows that are measured together. find: the rows of some settings in the
-        store; none if they are incomplete. measured: appends the rows that it returns. noun: what
-        is counted.
+        store; none if they are incomplete. make: measures, and appends the rows that it returns.
+        noun: what is counted.
         """
 
         def found(together: list[dict]) -> list[dict]:
@@ -361,7 +361,7 @@ class Run:
         for rope, together in asked:
             rows = found(together)
             if not rows:
-                rows = measured(rope, together)
+                rows = make(rope, together)
                 self.progress.finish(together[-1])
             yield from rows
 

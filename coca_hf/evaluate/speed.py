@@ -131,7 +131,7 @@ def speed_rows(
         }
         return settings | {"measured_on": f"{settings['device']}, batch {batch_size}"}
 
-    def measured(rope: Rope, pair: list[dict]) -> list[dict]:
+    def make(rope: Rope, pair: list[dict]) -> list[dict]:
         rows: list[dict] = []
         kind, began = "device" if torch.cuda.is_available() else "process", time.perf_counter()
         timings = _measure([each.model for each in loaded_models], rope, pair[0], run.progress)
@@ -156,7 +156,7 @@ def speed_rows(
         for mode, rope, length in itertools.product(modes, run.ropes, run.lengths)
     ]
     noun = "pairs of rows" if baseline else "rows"
-    return run.each(asked, partial(run.store.find, SpeedRow), measured, noun)
+    return run.each(asked, partial(run.store.find, SpeedRow), make, noun)
 
 
 @dataclass

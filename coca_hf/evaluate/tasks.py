@@ -169,7 +169,7 @@ def task_rows(
         rows = known(settings)
         return rows if rows and len(rows) >= rows[0].get("metrics", 1) else []
 
-    def measured(rope: Rope, wanted: list[dict]) -> list[dict]:
+    def make(rope: Rope, wanted: list[dict]) -> list[dict]:
         (settings,) = wanted
         rows = known(settings)
         done = {(row["metric"], row["filter"]) for row in rows}
@@ -182,7 +182,7 @@ def task_rows(
 
     each_rope = itertools.product(run.ropes, wanted)
     asked = [(rope, [settings_of(rope, *benchmark)]) for rope, benchmark in each_rope]
-    return run.each(asked, complete, measured, "benchmarks")
+    return run.each(asked, complete, make, "benchmarks")
 
 
 def _measure(

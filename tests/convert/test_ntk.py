@@ -120,8 +120,8 @@ def test_tokenizer_length_training_record_and_trained_length_come_along(tmp_path
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
     assert loaded_model.trained_length(model.config) == 64
     ropes = loaded_model.parse_ropes("default")
-    assert loaded_model.warn_beyond_trained(model, ropes, [128]) is None
-    warning = loaded_model.warn_beyond_trained(model, ropes, [129])
+    assert loaded_model.beyond_trained_warning(model, ropes, [128]) is None
+    warning = loaded_model.beyond_trained_warning(model, ropes, [129])
     assert "lengths 129 are beyond the 128 tokens" in warning
     with pytest.raises(CocaError, match="has a RoPE base made for 128 tokens already"):
         loaded_model.check_rope(model, loaded_model.parse_ropes("dynamic:2")[0])

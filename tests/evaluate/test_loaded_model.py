@@ -22,13 +22,13 @@ from coca_hf.errors import CocaError
 from coca_hf.evaluate import loaded_model
 from coca_hf.evaluate.loaded_model import (
     Rope,
+    beyond_trained_warning,
     check_rope,
     load_model,
     parse_ropes,
     rotary_modules,
+    small_tokenizer_warning,
     use_rope_,
-    warn_beyond_trained,
-    warn_small_tokenizer,
 )
 from coca_hf.evaluate.rows import about_model
 from tests.convert.checkpoints import edit_config, edit_json, edit_weights
@@ -238,14 +238,14 @@ def test_a_tokenizer_far_smaller_than_the_embedding_is_warned_of_and_padding_not
     padded = {259: False, 259 + 1024: False, 259 + 1025: True, 49_152: True}
     for rows, warned in padded.items():
         loaded.model.set_input_embeddings(nn.Embedding(rows, 2))
-        assert (warn_small_tokenizer(loaded) is not None) == warned
+        assert (small_tokenizer_warning(loaded) is not None) == warned
     said = "got a tokenizer of 259 tokens for an embedding of 49,152 rows; is it"
-    assert said in warn_small_tokenizer(loaded)
+    assert said in small_tokenizer_warning(loaded)
     loaded.model.set_input_embeddings(nn.Embedding(51_200, 2))
     # phi-2's, and a tenth fewer
     for tokens, warned in {50_295: False, 46_080: False, 46_079: True}.items():
         loaded.tokenizer = range(tokens)
-        assert (warn_small_tokenizer(loaded) is not None) == warned
+        assert (small_tokenizer_warning(loaded) is not None) == warned
 
 
 OWN_CODE = """
@@ -454,22 +454,22 @@ def test_a_model_without_rotary_embedding_takes_only_default_and_is_not_told_to_
     with pytest.raises(CocaError, match="GPT2LMHeadModel, which has no rotary embedding"):
         check_rope(model, Rope("linear", 2.0))
     warning = "lengths 40 are beyond the 32 tokens of --rope default, as the model was made"
-    assert warn_beyond_trained(model, [Rope("default")], [40]) == warning
+    assert beyond_trained_warning(model, [Rope("default")], [40]) == warning
 
 
 def test_lengths_beyond_the_trained_one_are_warned_of_under_static_settings(directory):
     model = load(directory)
     default, dynamic, linear, yarn = parse_ropes("default,dynamic:2,linear:2,yarn:4")
-    warning = warn_beyond_trained(model, [default, dynamic], [32, 65, 128])
+    warning = beyond_trained_warning(model, [default, dynamic], [32, 65, 128])
     assert "lengths 65, 128 are beyond the 64 tokens of --rope default" in warning
-    assert warn_beyond_trained(model, [default], [32, 64]) is None
-    assert warn_beyond_trained(model, [dynamic], [128]) is None
-    warning = warn_beyond_trained(model, [linear, yarn], [128, 200, 400])
+    assert beyond_trained_warning(model, [default], [32, 64]) is None
+    assert beyond_trained_warning(model, [dynamic], [128]) is None
+    warning = beyond_trained_warning(model, [linear, yarn], [128, 200, 400])
     of_linear = "lengths 200, 400 are beyond the 128 tokens of --rope linear:2"
     assert f"{of_linear}; lengths 400 are beyond the 256" in warning
-    warning = warn_beyond_trained(model, [default], [62, 63], 2)
+    warning = beyond_trained_warning(model, [default], [62, 63], 2)
     assert "lengths 63 and 2 new tokens are beyond the 64" in warning
     assert warning.endswith("; --rope dynamic:4 extends it")
     scaled = load(directory, "yarn", 4.0, original_max_position_embeddings=64)
     warning = "lengths 257 are beyond the 256 tokens of --rope default, as the model was made"
-    assert warn_beyond_trained(scaled, [default], [256, 257]) == warning
+    assert beyond_trained_warning(scaled, [default], [256, 257]) == warning
