@@ -372,7 +372,7 @@ def _make_record(
         device = torch.cuda.get_device_name(arguments.device)
     end_block = stage.start_block + stage.num_blocks
     record: dict[str, Any] = {
-        "stage": {"name": stage.name, "train": stage.of_recipe.train},
+        "stage": stage.of_recipe.model_dump(exclude={"training"}, exclude_defaults=True),
         "base_model": stage.base,
         "parameters": parameters,
         "tokens": stage.num_blocks * seq_len,
@@ -411,6 +411,7 @@ def _make_record(
         "steps": arguments.max_steps,
         "seq_len": seq_len,
         "learning_rate": arguments.learning_rate,
+        "teacher": recipe.teacher if stage.of_recipe.needs_teacher else None,
         "sources": sources,
         **{key: record[key] for key in CARRIED_ON},
     }
