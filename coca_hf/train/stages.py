@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from transformers import (
@@ -386,6 +387,7 @@ def _make_record(
         "held_out": {
             "blocks": held_out_blocks,
             "tokens": held_out_blocks * (seq_len - 1),  # those that are predicted
+            "xxh3_128": xxhash.xxh3_128_hexdigest(trainer.held_out.numpy().data),
             "before": held_out["0"],
             "after": held_out[str(arguments.max_steps)],
         }

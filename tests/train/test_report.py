@@ -26,6 +26,8 @@ def test_every_loss_of_a_real_run_is_on_its_curve(real_unbroken):
     seconds = [point.seconds for point in points]
     assert seconds == sorted(seconds)
     assert seconds[0] >= 0
+    [blocks] = {stage.record.held_out.xxh3_128 for stage in run.stages}
+    assert blocks is not None
 
 
 def test_the_page_of_a_real_run_has_its_figures_and_its_table(real_unbroken, tmp_path):
