@@ -434,6 +434,8 @@ def _complete(
         trainer.save_model(str(partial))
         if PartialState().is_main_process:
             (partial / "training_args.bin").unlink()  # a pickle; training.json says more
+            for path in partial.glob("*.safetensors"):  # which safetensors gives to its owner alone
+                shutil.copymode(partial / "config.json", path)
             record["weights_xxh3_128"] = weights_hashes(partial)
             record["config_xxh3_128"] = file_hash(partial / "config.json")
             tokenizer.save_pretrained(partial)

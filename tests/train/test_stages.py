@@ -94,7 +94,8 @@ def test_the_result_of_a_stage_loads_and_nothing_else_is_left(unbroken, tiny_coc
         assert AutoTokenizer.from_pretrained(unbroken / stage)("ab")["input_ids"]
         assert not list(unbroken.glob("**/checkpoint-*")) + list(unbroken.glob("**/*partial*"))
         expected = {path.name for path in tiny_coca_dir.iterdir()} | {"log.jsonl", "training.json"}
-        assert {path.name for path in (unbroken / stage).iterdir()} == expected
+        assert {path.name for path in result.iterdir()} == expected
+        assert len({path.stat().st_mode for path in result.iterdir()}) == 1  # as the umask has it
         # The code, with which a checkpoint loads without coca_hf (tests/convert/test_families.py)
         for code in tiny_coca_dir.glob("*.py"):
             assert (unbroken / stage / code.name).read_bytes() == code.read_bytes()
