@@ -1,5 +1,6 @@
 """`coca-train RECIPE`."""
 
+import os
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -100,6 +101,7 @@ def train_command(
     from coca_hf.train.stages import prepare_recipe, run_recipe
 
     disable_progress_bar()  # of loading and saving; training has its own
+    out = out or Path("runs") / recipe.stem
     try:
         if prepare:
             blocks, wanted = prepare_recipe(checked, world_size)
@@ -108,13 +110,22 @@ def train_command(
                 f"in {blocks.directory}: all stages on {world_size} processes take {wanted:,} blocks"
             )
             return
-        directory = run_recipe(checked, out or Path("runs") / recipe.stem, stage, resume)
+        directory = run_recipe(checked, out, stage, resume)
     except Stopped as stopped:
         ignore_signals()
         if PartialState().is_main_process:
             console.print(str(stopped))
         PartialState().destroy_process_group()
         raise typer.Exit(EXIT_STOPPED) from None
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":  # the processes may not have met yet
+            console.print(
+                f"{checked.data.prepared}: interrupted; the same command continues"
+                if prepare
+                else f"{out}: interrupted, without a checkpoint of the last steps, which SIGTERM would "
+                "have written; continue with --resume"
+            )
+        raise
     if PartialState().is_main_process:
         lengths = f"{checked.data.seq_len},{2 * checked.data.seq_len}"
         say(f"checkpoint: {directory}")

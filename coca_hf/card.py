@@ -296,12 +296,13 @@ def base_in_words(rope: dict) -> str:
 
 def _training(stages: list[dict]) -> str:
     """A table with a line per stage, and the data."""
-    header = ["stage", "trains", "steps", "tokens", "block length", "learning rate"]
+    header = ["stage", "trains", "objective", "steps", "tokens", "block length", "learning rate"]
     header += ["last loss of the objective", "seconds", "hardware"]
     lines = [
         [
             stage["name"],
-            stage["train"] if stage["train"] == "all" else ", ".join(stage["train"]),
+            _trained(stage),
+            _objective(stage),
             f"{stage['steps']:,}",
             f"{stage['tokens']:,}",
             str(stage["seq_len"]),
@@ -314,7 +315,25 @@ def _training(stages: list[dict]) -> str:
     ]
     table = markdown(Grid(header, lines, numbers_from=len(header)))
     sources = dict.fromkeys(_source(source) for stage in stages for source in stage["sources"])
-    return f"{table}\n\nData:\n\n{markdown(Bullets([*sources]))}"
+    dtype = "Training keeps the weights in float32, whatever their dtype before."
+    return f"{table}\n\n{dtype}\n\nData:\n\n{markdown(Bullets([*sources]))}"
+
+
+def _trained(stage: dict) -> str:
+    names = stage["train"] if stage["train"] == "all" else ", ".join(stage["train"])
+    return f"LoRA r {stage['lora']['r']} on {names}" if "lora" in stage else names
+
+
+def _objective(stage: dict) -> str:
+    """What a stage minimised, with weights other than 1, and its teacher. Defaults are not in the
+    record.
+    """
+    weights = {**stage.get("objective", {"lm": 1}), "answers": stage.get("answer_weight", 0)}
+    terms = [
+        name if weight == 1 else f"{weight:g} {name}" for name, weight in weights.items() if weight
+    ]
+    teacher = f", teacher {stage['teacher']}" if stage.get("teacher") else ""
+    return " + ".join(terms) + teacher
 
 
 def _source(source: dict) -> str:

@@ -19,6 +19,7 @@ SUFFIXES = (
     ".parquet",
     ".arrow",
 )
+AS_ROWS = 'write other files as rows of a .jsonl, {"text": …}'
 ENCODING = "utf-8-sig"  # UTF-8, with or without a mark at the beginning
 
 
@@ -73,7 +74,13 @@ def read_documents(
             continue
         if not isinstance(text, str):
             kind = type(text).__name__
-            raise CocaError(f"{where}: got {kind} in column {column!r}, expected text")
+            remedy = ""
+            if isinstance(text, list):
+                remedy = (
+                    "; render conversations first, with "
+                    "tokenizer.apply_chat_template(…, tokenize=False)"
+                )
+            raise CocaError(f"{where}: got {kind} in column {column!r}, expected text{remedy}")
         zeros = text.count("\0")
         if zeros * 100 > len(text):  # source code often has a few
             raise CocaError(
@@ -150,7 +157,7 @@ def local_files(source: str) -> list[Path]:
         files = sorted(file for file in path.iterdir() if _suffix(file))
         if not files:
             found = f"got a directory without {', '.join(SUFFIXES)} files"
-            raise CocaError(f"{source}: {found}, expected at least one")
+            raise CocaError(f"{source}: {found}, expected at least one; {AS_ROWS}")
         deeper = glob.iglob(f"{glob.escape(source)}/*/**/*", recursive=True)  # no hidden ones
         if first := next((name for name in deeper if _suffix(Path(name))), None):
             raise CocaError(
@@ -164,7 +171,9 @@ def local_files(source: str) -> list[Path]:
     for file in files:
         if not _suffix(file):
             kind = file.suffix or "nameless"
-            raise CocaError(f"{file}: got a {kind} file, expected one of {', '.join(SUFFIXES)}")
+            raise CocaError(
+                f"{file}: got a {kind} file, expected one of {', '.join(SUFFIXES)}; {AS_ROWS}"
+            )
         if file.exists() and not file.is_file():  # it is read more than once
             raise CocaError(f"{file}: is no ordinary file, expected one; copy its text into a file")
     return files

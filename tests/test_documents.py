@@ -73,6 +73,11 @@ BAD_ROWS = {
     "blank": ([*ROWS, " \n"], "{name}:3: got an empty document, expected text; remove it"),
     "binary": ([*ROWS, "MZ\0\1" * 9], "{name}:3: got 9 zero bytes, expected text, not binary data"),
     "numbers": ([1, 2], "{name}:0: got int in column 'text', expected text"),
+    "conversations": (
+        [[{"role": "user", "content": "hi"}]],
+        "{name}:0: got list in column 'text', expected text; render conversations first, with "
+        "tokenizer.apply_chat_template(…, tokenize=False)",
+    ),
 }
 
 
@@ -158,7 +163,7 @@ BAD_FILES = {  # their content, and what is said after their name
     "none.jsonl.gz": (b"plain", "row 0: cannot be read as .*BadGzipFile"),
     "half.parquet": (b"PAR1 and no more", r"row 0: cannot be read as \.parquet \(ArrowInvalid"),
     "half.arrow": (b"ARROW1 and no more", r"row 0: cannot be read as \.arrow \(ArrowInvalid"),
-    "a.docx": (b"", r"got a \.docx file, expected one of \.txt"),
+    "a.docx": (b"", r"got a \.docx file, expected one of \.txt.*; write other files as"),
 }
 
 
@@ -232,7 +237,8 @@ def test_a_name_that_looks_like_a_url_is_a_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", ["nothing.txt", "no/such/place/*.jsonl", "."])
 def test_a_source_with_nothing_to_read_is_named(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CocaError, match=r"got no such file|got a directory without \.txt"):
+    message = r"got no such file|got a directory without \.txt.*; write other files as rows"
+    with pytest.raises(CocaError, match=message):
         list(read_documents(path))
 
 

@@ -21,13 +21,19 @@ EXPLANATION = (
     "never sees, before and after every stage. Not to be compared with perplexities of coca-eval: "
     "other text, no sliding windows."
 )
+OTHER_TEXT = (
+    "The held-out losses are of different text, or of other tokens of it: compare the shapes of the "
+    "curves, not the values."
+)
 
 
 class HeldOut(BaseModel):
-    """Loss on held-out blocks, in nats per token."""
+    """Loss on held-out blocks, in nats per token; their number of tokens, and their hash."""
 
     before: float
     after: float
+    tokens: int | None = None
+    xxh3_128: str | None = None  # records of 3533f3e lack it
 
 
 class Hardware(BaseModel):
@@ -125,8 +131,16 @@ def recovery(recoveries: Sequence[Recovery]) -> Section | None:
         figures.append(_figure("recovery-seconds", recoveries, "seconds", x_label))
     losses = _losses(recoveries)
     tables = [losses] if losses.lines else []
-    parts: list[Part] = [Text(EXPLANATION), *figures, *tables, _makings(recoveries)]
+    notices = [Text(OTHER_TEXT, notice=True)] if _hold_out_other_text(recoveries) else []
+    parts: list[Part] = [Text(EXPLANATION), *notices, *figures, *tables, _makings(recoveries)]
     return Section("Recovery in training", [*parts])
+
+
+def _hold_out_other_text(recoveries: Sequence[Recovery]) -> bool:
+    """Whether held-out losses are known to be of different blocks."""
+    found = [record.held_out for _, _, record in _complete(recoveries) if record.held_out]
+    numbers, hashes = {one.tokens for one in found}, {one.xxh3_128 for one in found}
+    return len(numbers - {None}) > 1 or len(hashes - {None}) > 1
 
 
 def _figure(name: str, recoveries: Sequence[Recovery], axis: str, x_label: str) -> Figure:

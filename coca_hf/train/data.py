@@ -24,6 +24,7 @@ is replaced once those rows are on disk, so a preparation can be killed, continu
 while a training run reads.
 """
 
+import errno
 import functools
 import hashlib
 import itertools
@@ -72,6 +73,7 @@ SHUFFLE_TOKENS = 2**21  # of a source, from which its next block is drawn: 1024 
 STATE_TOKENS = 2**25  # between two states: what a killed preparation draws and tokenises again
 FRESH_SECONDS = 2.0  # within which a file may change again and keep its times
 LARGE_FILE = 2**30  # bytes: hashing them takes long enough to say so
+OF_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # or of a limit on what may be stored
 UNREAD = {"document": 0, "character": 0, "waiting": [], "is_read": False}  # see _packed
 
 Part = tuple[int, str]  # its end, in rows, and its xxh3_128
@@ -380,10 +382,16 @@ class Corpus:
         return commits
 
     def check(self) -> None:
-        """Read the first block of every source, to refuse early what would stop a preparation.
+        """Read the first block of every source, and see whether blocks may be written, to refuse early
+        what would stop a preparation.
 
         Raises CocaError.
         """
+        place = self.directory
+        while not place.exists():
+            place = place.parent
+        if not os.access(place, os.W_OK):
+            raise CocaError(f"{place}: cannot be written; choose another data.prepared")
         for source in self._texts.values():
             tokens = 0
             for batch in batches(self._pieces(source, HeldOut(), {**UNREAD})):
@@ -409,12 +417,14 @@ class Corpus:
                 self._write(num_blocks)
                 self._check_unchanged()
         except OSError as error:
-            size = num_blocks * self.data.seq_len * np.dtype(self.made_of["dtypes"][0]).itemsize
-            raise CocaError(
-                f"{directory}: cannot be written: {error}; all {num_blocks:,} blocks take up to "
-                f"{size / 1e9:.1f} GB; make room and run the same command again, which continues, "
-                "or choose another data.prepared"
-            ) from error
+            remedy = "choose another data.prepared"
+            if error.errno in OF_FULL_DISK:
+                size = num_blocks * self.data.seq_len * np.dtype(self.made_of["dtypes"][0]).itemsize
+                remedy = (
+                    f"all {num_blocks:,} blocks take up to {size_in_words(size)}; make room and run "
+                    f"the same command again, which continues, or {remedy}"
+                )
+            raise CocaError(f"{directory}: cannot be written: {error}; {remedy}") from error
         return self.blocks()
 
     def _check_unchanged(self) -> None:

@@ -299,7 +299,7 @@ def plan_table(plan: Plan) -> Table:
                 "parameters trained": f"{stage.trained / 1e6:,.1f}M "
                 f"({stage.trained / stage.total:.1%})",
                 "batch x accumulation": f"{setting.batch_size} x {setting.accumulation}",
-                "tokens": f"{stage.tokens / 1e9:.3g}B",
+                "tokens": _tokens_in_words(stage.tokens),
                 "FLOPs": f"{stage.flops:.3g}",
                 "time": f"{hours:,.1f} h" if hours >= 1 else f"{hours * 60:.1f} min",
                 "GPU hours": f"{hours * plan.world_size:,.1f}",
@@ -311,6 +311,10 @@ def plan_table(plan: Plan) -> Table:
     for name in columns[0]:
         table.add_row(name, *(cells[name] for cells in columns))
     return table
+
+
+def _tokens_in_words(tokens: int) -> str:
+    return f"{tokens / 1e9:.3g}B" if tokens >= 10_000_000 else f"{tokens:,}"
 
 
 def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:

@@ -161,10 +161,14 @@ def check_inputs(out_dir: Path, noted: dict[str, Any] | None, inputs: dict[str, 
     that the run in `out_dir` began with: its stages would not form one training run.
     """
     if noted is not None and (changes := _changes(_flat(noted), _flat(inputs))):
+        remedy = "restore them"
+        if noted.get("blocks_per_step") != inputs["blocks_per_step"]:
+            remedy += (
+                ", keep the product of processes, per_device_train_batch_size and "
+                "gradient_accumulation_steps,"
+            )
         raise CocaError(
-            f"{out_dir}: cannot --resume on other inputs: {changes}; restore them, keep the "
-            f"product of processes, per_device_train_batch_size and gradient_accumulation_steps, "
-            f"or choose another --out"
+            f"{out_dir}: cannot --resume on other inputs: {changes}; {remedy} or choose another --out"
         )
 
 

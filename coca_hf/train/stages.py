@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from transformers import (
@@ -372,7 +373,7 @@ def _make_record(
         device = torch.cuda.get_device_name(arguments.device)
     end_block = stage.start_block + stage.num_blocks
     record: dict[str, Any] = {
-        "stage": {"name": stage.name, "train": stage.of_recipe.train},
+        "stage": stage.of_recipe.model_dump(exclude={"training"}, exclude_defaults=True),
         "base_model": stage.base,
         "parameters": parameters,
         "tokens": stage.num_blocks * seq_len,
@@ -386,6 +387,7 @@ def _make_record(
         "held_out": {
             "blocks": held_out_blocks,
             "tokens": held_out_blocks * (seq_len - 1),  # those that are predicted
+            "xxh3_128": xxhash.xxh3_128_hexdigest(trainer.held_out.numpy().data),
             "before": held_out["0"],
             "after": held_out[str(arguments.max_steps)],
         }
@@ -411,6 +413,7 @@ def _make_record(
         "steps": arguments.max_steps,
         "seq_len": seq_len,
         "learning_rate": arguments.learning_rate,
+        "teacher": recipe.teacher if stage.of_recipe.needs_teacher else None,
         "sources": sources,
         **{key: record[key] for key in CARRIED_ON},
     }
@@ -431,6 +434,8 @@ def _complete(
         trainer.save_model(str(partial))
         if PartialState().is_main_process:
             (partial / "training_args.bin").unlink()  # a pickle; training.json says more
+            for path in partial.glob("*.safetensors"):  # which safetensors gives to its owner alone
+                shutil.copymode(partial / "config.json", path)
             record["weights_xxh3_128"] = weights_hashes(partial)
             record["config_xxh3_128"] = file_hash(partial / "config.json")
             tokenizer.save_pretrained(partial)

@@ -105,6 +105,25 @@ def test_several_runs_are_drawn_without_their_stages_and_many_by_held_out_losses
     assert [key.label for key in figure.keys] == ["run, held out"] * 4
 
 
+@pytest.mark.parametrize(
+    ("others", "is_noted"),
+    [
+        ({"tokens": 60, "xxh3_128": "a"}, False),
+        ({"tokens": 60, "xxh3_128": "b"}, True),
+        ({"tokens": 60}, False),  # of an older run, which may be the same
+        ({"tokens": 40}, True),
+    ],
+)
+def test_held_out_losses_of_different_text_have_a_notice(out, tmp_path, others, is_noted):
+    other = shutil.copytree(out, tmp_path / "other")
+    losses = {"before": 9.0, "after": 5.0}
+    own = losses | {"tokens": 60, "xxh3_128": "a"}
+    (out / "1-k/training.json").write_text(record_of(100, own))
+    (other / "1-k/training.json").write_text(record_of(100, losses | others))
+    page = markdown(recovery([read_recovery(run) for run in (out, other)]))
+    assert ("> The held-out losses are of different text" in page) == is_noted
+
+
 def test_against_seconds_the_calibration_and_the_stages_before_count(out):
     calibration = {"calibration": {"seconds": 300.0, "tokens": 1}}
     (out / "1-k/conversion.json").write_text(json.dumps(calibration))

@@ -17,7 +17,7 @@ from coca_hf import CocaError, held_out, tokens
 from coca_hf.train import data, run_directory
 from coca_hf.train.processes import EXIT_STOPPED, Stopped
 from coca_hf.train.recipe import Source, load_recipe
-from coca_hf.train.stages import run_recipe
+from coca_hf.train.stages import prepare_recipe, run_recipe
 from tests.train.corpora import make_corpus, tokens_of
 from tests.train.results import logged, no_file_above
 
@@ -295,11 +295,35 @@ def test_a_process_that_waits_for_another_preparation_can_be_stopped(corpus):
 
 def test_a_full_disk_says_what_is_needed_and_loses_nothing(corpus, plain):
     corpus().prepare(100)
-    message = r"cannot be written: .*400 blocks take up to 0\.0 GB; make room"
+    message = r"cannot be written: .*400 blocks take up to 0\.02 MB; make room"
     with no_file_above(3_000), pytest.raises(CocaError, match=message):
         corpus().prepare(400)
     assert len(corpus().blocks()) >= 100
     assert tokens_of(corpus().prepare(400)) == plain
+
+
+def test_a_read_only_directory_is_refused_before_out_unless_it_has_the_blocks(
+    train, recipe_path, tmp_path, monkeypatch
+):
+    shared, real = tmp_path / "shared", os.access
+    shared.mkdir()
+    read_only = [shared]  # root may write anywhere
+    monkeypatch.setattr(
+        os, "access", lambda path, *mode: path not in read_only and real(path, *mode)
+    )
+    setting = f"data.prepared={shared}"
+    with pytest.raises(CocaError, match="shared: cannot be written; choose another data"):
+        train(setting)
+    assert not (tmp_path / "out").exists()
+    read_only.append(prepare_recipe(load_recipe(recipe_path, [setting]), 1)[0].directory)
+    train(setting)
+
+
+def test_blocks_below_a_file_are_one_line_without_a_word_on_room(corpus, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CocaError, match=r"cannot be written: .*; choose another data\.") as caught:
+        corpus(tmp_path / "file").prepare(5)
+    assert "room" not in str(caught.value)
 
 
 def test_the_command_prepares_what_all_stages_take_and_a_run_from_it_is_the_same(

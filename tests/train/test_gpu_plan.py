@@ -3,6 +3,7 @@
 import gc
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -304,7 +305,10 @@ def test_what_cannot_be_planned_is_refused(path, words):
 
 def test_the_command_prints_a_table_and_notes(path):
     arguments = [str(path), ONE_LAYER, "training.torch_compile=true", "--plan", "--world-size", "2"]
+    arguments.append("stages.full.max_steps=10_000_000")
     result = CliRunner().invoke(train_app, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.exception
     assert "2 x H100, 80 GB each, at MFU 0.4 of 989 TFLOPS" in result.stdout
     assert "stages.k: planned without torch_compile" in result.stdout
+    (tokens,) = [line for line in result.stdout.splitlines() if line.startswith("│ tokens ")]
+    assert re.findall(r"[\d,.]+B?", tokens) == ["2,400", "4.8B"]

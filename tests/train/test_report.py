@@ -26,6 +26,8 @@ def test_every_loss_of_a_real_run_is_on_its_curve(real_unbroken):
     seconds = [point.seconds for point in points]
     assert seconds == sorted(seconds)
     assert seconds[0] >= 0
+    [blocks] = {stage.record.held_out.xxh3_128 for stage in run.stages}
+    assert blocks is not None
 
 
 def test_the_page_of_a_real_run_has_its_figures_and_its_table(real_unbroken, tmp_path):
@@ -63,3 +65,13 @@ def test_every_stage_has_a_card_with_all_stages_up_to_it(unbroken):
         assert "- digits.jsonl, weight 1" in card.text
         assert "trained before" not in card.text
     assert "q\\_proj, t\\_proj, v\\_proj" in card.text
+    assert "| full | all | lm | 4 |" in card.text
+
+
+def test_the_card_names_adapters_objectives_and_the_teacher(train, tiny_llama_dir):
+    mixed = "stages.k.objective={lm: 0.5, distill: 0.25}"
+    stage = train(f"teacher={tiny_llama_dir}", mixed, "stages.k.lora={r: 3, alpha: 6}")
+    text = ModelCard.load(stage / "README.md").text.replace("\\_", "_")
+    told = f"0.5 lm + 0.25 distill, teacher {tiny_llama_dir.name}"
+    assert f"| k | LoRA r 3 on t_proj | {told} | 3 |" in text
+    assert "Training keeps the weights in float32" in text

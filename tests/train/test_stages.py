@@ -1,6 +1,7 @@
 """What a stage changes, what it leaves behind, and what it refuses before it writes."""
 
 import itertools
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -94,7 +95,8 @@ def test_the_result_of_a_stage_loads_and_nothing_else_is_left(unbroken, tiny_coc
         assert AutoTokenizer.from_pretrained(unbroken / stage)("ab")["input_ids"]
         assert not list(unbroken.glob("**/checkpoint-*")) + list(unbroken.glob("**/*partial*"))
         expected = {path.name for path in tiny_coca_dir.iterdir()} | {"log.jsonl", "training.json"}
-        assert {path.name for path in (unbroken / stage).iterdir()} == expected
+        assert {path.name for path in result.iterdir()} == expected
+        assert len({path.stat().st_mode for path in result.iterdir()}) == 1  # as the umask has it
         # The code, with which a checkpoint loads without coca_hf (tests/convert/test_families.py)
         for code in tiny_coca_dir.glob("*.py"):
             assert (unbroken / stage / code.name).read_bytes() == code.read_bytes()
@@ -256,6 +258,26 @@ def test_the_command_trains_and_says_where_the_result_is(recipe_path, tmp_path, 
     assert f"checkpoint: {out}/1-k" in printed
     assert f"next: coca-eval perplexity '{out}/1-k' --data" in printed
     assert record(out / "1-k")["tokens"] == 4 * 20
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--resume", "out: interrupted, .* SIGTERM would .*; continue with --resume"),
+        ("--prepare", "prepared: interrupted; the same command continues"),
+    ],
+)
+def test_an_interrupted_command_says_how_to_continue(
+    recipe_path, tmp_path, coca_train, monkeypatch, capsys, option, said
+):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("coca_hf.train.stages.preflight", interrupt)
+    monkeypatch.setattr("coca_hf.train.stages.check_positions", interrupt)
+    words = [] if option == "--prepare" else ["--out", tmp_path / "out"]
+    assert coca_train(recipe_path, option, *words) == 130
+    assert re.search(said, capsys.readouterr().err)
 
 
 def test_a_stop_whose_note_cannot_be_written_is_a_stop(recipe_path, tmp_path, capsys):
