@@ -76,7 +76,7 @@ def test_a_recipe_runs_dry(name, load, tmp_path, monkeypatch):
     assert recipe.data.seq_len <= start_config(recipe).max_position_embeddings
     for stage in recipe.stages:
         # TrainingArguments and the trainer take all of them
-        options = recipe.options(stage) | ON_CPU
+        options = recipe.trainer_options(stage) | ON_CPU
         rates = rates_of(options | {"max_steps": 40}, tmp_path)
         assert 0 <= min(rates) <= max(rates) <= options.get("learning_rate", 5e-5)
 
@@ -101,7 +101,7 @@ def test_the_papers_optimizer_and_its_schedule(name, tmp_path):
     """At every step, as the schedule says it will be: to take 381,470 would take a minute."""
     recipe = load_recipe(PATHS[name])
     for stage in recipe.stages:
-        trainer = trainer_of(recipe.options(stage) | ON_CPU, tmp_path)
+        trainer = trainer_of(recipe.trainer_options(stage) | ON_CPU, tmp_path)
         assert type(trainer.optimizer) is torch.optim.AdamW
         assert all(group["betas"] == (0.9, 0.95) for group in trainer.optimizer.param_groups)
         schedule = trainer.lr_scheduler
@@ -160,7 +160,9 @@ def test_a_header_states_the_tokens_and_the_disk_that_its_recipe_takes(name):
     steps, blocks, seq_len = (int(number.replace(",", "")) for number in stated.group(2, 3, 4))
     recipe = load_recipe(PATHS[name])
     assert {recipe.blocks_per_step(stage, 8) for stage in recipe.stages} == {blocks}
-    assert sum(recipe.options(stage)["max_steps"] for stage in recipe.stages) == stages * steps
+    assert (
+        sum(recipe.trainer_options(stage)["max_steps"] for stage in recipe.stages) == stages * steps
+    )
     assert recipe.data.seq_len == seq_len
     tokens = recipe.num_blocks(8) * recipe.data.seq_len
     unit = {"M": 1e6, "B": 1e9}[stated[6]]
@@ -269,6 +271,6 @@ def test_the_script_of_smollm2_calls_every_command_with_a_recipe_that_loads(tmp_
     sources = [(source.path, source.weight) for source in recipe.data.sources]
     assert sources == [("books/*.parquet", 0.75), (code[2], 0.25)]
     assert recipe.data.prepared == f"{tmp_path}/out/blocks"
-    assert recipe.options(recipe.stages[0])["max_steps"] == 7
+    assert recipe.trainer_options(recipe.stages[0])["max_steps"] == 7
     out = f"{tmp_path}/out"
     assert report == ["coca-eval", "report", f"{out}/train", "--out", f"{out}/page"]

@@ -37,7 +37,7 @@ def test_every_run_starts_somewhere_and_its_recipe_is_one(plan, name, monkeypatc
     recipe = load_recipe(SCRIPTS.parents[1] / recipe, changes)
     assert (recipe.model, recipe.data.seed) == ("start", 3)
     steps = run.get("settings", {}).get("stages.recover.max_steps", 21)
-    assert sum(recipe.options(stage)["max_steps"] for stage in recipe.stages) == steps
+    assert sum(recipe.trainer_options(stage)["max_steps"] for stage in recipe.stages) == steps
     learns_from_original = plan == "lookups" or "distilled" in name
     assert any(stage.needs_teacher for stage in recipe.stages) == learns_from_original
 

@@ -160,7 +160,7 @@ def plan_recipe(
     if notice := check_positions(recipe, start_config(recipe)):
         notes.append(notice)
     for stage in recipe.stages:
-        options = recipe.options(stage)
+        options = recipe.trainer_options(stage)
         if options.get("use_cpu"):
             raise CocaError(
                 f"stages.{stage.name}: got use_cpu, but a plan is for GPUs; add "
@@ -170,7 +170,7 @@ def plan_recipe(
             "torch_compile": options.get("torch_compile"),
             "the teacher": stage.needs_teacher,
             "answer_weight": stage.answer_weight,
-            EXCHANGED: recipe.stage_options(stage).context_parallel_size > 1,
+            EXCHANGED: recipe.own_options(stage).context_parallel_size > 1,
         }
         used = [name for name, is_used in missing.items() if is_used]
         notes += [f"stages.{stage.name}: planned without {name}" for name in used]
@@ -191,7 +191,7 @@ def _plan_stage(
         arguments.per_device_train_batch_size,
         recipe.accumulation(stage, world_size),
         bool(arguments.gradient_checkpointing),
-        recipe.stage_options(stage).context_parallel_size,
+        recipe.own_options(stage).context_parallel_size,
     )
     tokens = arguments.max_steps * setting.global_batch * seq_len
     flops = tokens * count_flops(recipe, stage)
@@ -236,7 +236,7 @@ def _levers(recipe: Recipe, stage: Stage, setting: Setting) -> Iterator[tuple[St
         batch_size, accumulation = smaller.batch_size // 2, smaller.accumulation * 2
         smaller = dataclasses.replace(smaller, batch_size=batch_size, accumulation=accumulation)
         yield stage, smaller
-    if not recipe.stage_options(stage).fused_cross_entropy and not stage.needs_logits:
+    if not recipe.own_options(stage).fused_cross_entropy and not stage.needs_logits:
         stage = _with(stage, "fused_cross_entropy", True)
         yield stage, smaller
     while _can_share(recipe, stage, smaller.world_size, smaller.sharing * 2):
@@ -252,7 +252,7 @@ def _levers(recipe: Recipe, stage: Stage, setting: Setting) -> Iterator[tuple[St
 
 def _can_share(recipe: Recipe, stage: Stage, world_size: int, sharing: int) -> bool:
     """Whether `sharing` GPUs can share each block."""
-    options = recipe.stage_options(_with(stage, "context_parallel_size", sharing))
+    options = recipe.own_options(_with(stage, "context_parallel_size", sharing))
     try:
         check_stage(stage, options, recipe.data)
         with torch.device("meta"):
@@ -324,7 +324,7 @@ def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
     """
     arguments = planned_arguments(recipe, stage)
     with _fake_processes(setting.world_size) as mesh, FakeTensorMode():
-        own = recipe.stage_options(stage)
+        own = recipe.own_options(stage)
         # Kernels of other packages need not be installed here, and take as much memory as SDPA
         base = model_from_config(recipe, "eager" if own.attn_implementation == "eager" else None)
         if own.fused_cross_entropy:
@@ -336,7 +336,7 @@ def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
             plain = model.gradient_checkpointing_enable  # its name before transformers 5.23
             enable = getattr(model, "activation_checkpointing_enable", plain)
             enable(dict(arguments.gradient_checkpointing_kwargs or {}) or None)
-        _prepare_(model.train(), recipe.options(stage), mesh)
+        _prepare_(model.train(), recipe.trainer_options(stage), mesh)
         kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
         if "foreach" in inspect.signature(kind).parameters and not options.get("fused"):
             options["foreach"] = True  # as torch chooses on a GPU
@@ -360,7 +360,7 @@ def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
 
 def planned_arguments(recipe: Recipe, stage: Stage) -> TrainingArguments:
     """The stage's options, except those that TrainingArguments refuses without a GPU."""
-    given = recipe.options(stage).items()
+    given = recipe.trainer_options(stage).items()
     options = {key: value for key, value in given if not key.startswith(_NEED_A_GPU)}
     with library_errors(f"stages.{stage.name}: the trainer does not take these options"):
         return TrainingArguments(output_dir="plan", use_cpu=True, **options)

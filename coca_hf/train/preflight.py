@@ -211,7 +211,7 @@ def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
     for number, stage in enumerate(recipe.stages, 1):
         before = stages[-1] if stages else None
         directory, where = out_dir / f"{number}-{stage.name}", f"stages.{stage.name}"
-        options, own_options = recipe.options(stage), recipe.stage_options(stage)
+        options, own_options = recipe.trainer_options(stage), recipe.own_options(stage)
         # transformers requires it to compute bf16 on a CPU
         options.setdefault("use_cpu", not torch.accelerator.is_available())
         with library_errors(f"{where}: the trainer does not take these options"):
@@ -418,7 +418,7 @@ def check_kernels(recipe: Recipe) -> None:
     cannot be shared among GPUs, and for a fused loss of one that changes its logits.
     """
     for stage in recipe.stages:
-        options, where = recipe.stage_options(stage), f"stages.{stage.name}"
+        options, where = recipe.own_options(stage), f"stages.{stage.name}"
         attention = options.attn_implementation
         try:
             with torch.device("meta"):

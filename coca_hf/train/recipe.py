@@ -368,18 +368,18 @@ class Recipe(StrictMapping):
                     f"{where}: objective {', '.join(stage.objective)} needs the original model, "
                     "got none; give its directory or hub id as teacher, beside model"
                 )
-            _check_arguments(where, self.options(stage))
+            _check_arguments(where, self.trainer_options(stage))
             with _explained(where):
-                options = self.stage_options(stage)
+                options = self.own_options(stage)
             check_stage(stage, options, self.data)
         return self
 
-    def options(self, stage: Stage) -> dict[str, Any]:
+    def trainer_options(self, stage: Stage) -> dict[str, Any]:
         """The TrainingArguments of a stage: its own over the shared ones."""
         given = {**self.training, **stage.training}
         return {key: value for key, value in given.items() if key not in StageOptions.model_fields}
 
-    def stage_options(self, stage: Stage) -> StageOptions:
+    def own_options(self, stage: Stage) -> StageOptions:
         given = {**self.training, **stage.training}
         own = {key: value for key, value in given.items() if key in StageOptions.model_fields}
         return StageOptions(**own)
@@ -392,15 +392,15 @@ class Recipe(StrictMapping):
     def num_blocks(self, world_size: int) -> int:
         """The blocks that all stages take together, on `world_size` processes."""
         return sum(
-            self.options(stage)["max_steps"] * self.blocks_per_step(stage, world_size)
+            self.trainer_options(stage)["max_steps"] * self.blocks_per_step(stage, world_size)
             for stage in self.stages
         )
 
     def blocks_per_step(self, stage: Stage, world_size: int) -> int:
         """Blocks that one optimizer step of a stage takes, over `world_size` processes."""
-        accumulated = self.options(stage).get("gradient_accumulation_steps", 1)
+        accumulated = self.trainer_options(stage).get("gradient_accumulation_steps", 1)
         at_once = self._blocks_at_once(stage, world_size)
-        return self.stage_options(stage).global_batch_size or at_once * accumulated
+        return self.own_options(stage).global_batch_size or at_once * accumulated
 
     def accumulation(self, stage: Stage, world_size: int) -> int:
         """Batches of a process in a step. Raises CocaError if global_batch_size allows none."""
@@ -412,7 +412,7 @@ class Recipe(StrictMapping):
                 f"{at_once}: per_device_train_batch_size {self._batch(stage)} on {world_size} "
                 "processes; change one of them"
             )
-        given = self.options(stage).get("gradient_accumulation_steps", blocks // at_once)
+        given = self.trainer_options(stage).get("gradient_accumulation_steps", blocks // at_once)
         if given != blocks // at_once:
             raise CocaError(
                 f"stages.{stage.name}: got global_batch_size {blocks} and "
@@ -423,7 +423,7 @@ class Recipe(StrictMapping):
 
     def _blocks_at_once(self, stage: Stage, world_size: int) -> int:
         """Blocks of a batch over all processes. Raises CocaError unless whole groups share them."""
-        sharing = self.stage_options(stage).context_parallel_size
+        sharing = self.own_options(stage).context_parallel_size
         if world_size % sharing:
             raise CocaError(
                 f"stages.{stage.name}: got context_parallel_size {sharing} on {world_size} "
@@ -433,12 +433,12 @@ class Recipe(StrictMapping):
 
     def _batch(self, stage: Stage) -> int:
         default = TrainingArguments.per_device_train_batch_size
-        return self.options(stage).get("per_device_train_batch_size", default)
+        return self.trainer_options(stage).get("per_device_train_batch_size", default)
 
     def batch_in_file(self, stage: Stage) -> int | None:
         """The `global_batch_size` of a stage in the recipe's file, if overrides changed it."""
         batch = self._batches_in_file.get(stage.name)
-        return batch if batch != self.stage_options(stage).global_batch_size else None
+        return batch if batch != self.own_options(stage).global_batch_size else None
 
     def overrides_without_effect(self, stage: Stage) -> list[str]:
         """The overrides for all stages that do not reach this one, which has its own."""
@@ -481,7 +481,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     with suppress(ValidationError):  # the overrides may be what completes it
         in_file = Recipe.model_validate(written)
         recipe._batches_in_file = {
-            stage.name: in_file.stage_options(stage).global_batch_size for stage in in_file.stages
+            stage.name: in_file.own_options(stage).global_batch_size for stage in in_file.stages
         }
     return recipe
 

@@ -65,7 +65,7 @@ class ResolvedStage:
     """
 
     of_recipe: Stage
-    options: StageOptions
+    own_options: StageOptions
     arguments: TrainingArguments
     blocks_per_step: int
     base: str

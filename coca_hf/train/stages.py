@@ -219,7 +219,7 @@ def _own_accelerator() -> Iterator[None]:
 
 def _run_stage(recipe: Recipe, stage: ResolvedStage, blocks: Blocks, stop: StopRequest) -> None:
     from_main_process(lambda: _begin(stage))
-    options, arguments, seq_len = stage.options, stage.arguments, recipe.data.seq_len
+    options, arguments, seq_len = stage.own_options, stage.arguments, recipe.data.seq_len
     base, tokenizer, objective = in_all_processes(lambda: _load(recipe, stage))
     use_cache = base.config.use_cache  # the Trainer turns it off
     if options.fused_cross_entropy:
@@ -247,7 +247,7 @@ def _run_stage(recipe: Recipe, stage: ResolvedStage, blocks: Blocks, stop: StopR
             default_data_collator,
             DealtBlocks(blocks, place["next_block"], arguments.train_batch_size, group, groups),
             log=log,
-            options=options,
+            own_options=options,
             held_out=blocks.held_out,
             stop=stop,
             objective=objective,
@@ -292,7 +292,7 @@ def _announce_surprises(recipe: Recipe, stage: ResolvedStage) -> None:
         announce(f"{where}: learns nothing from the teacher: no objective is distill")
     for override in recipe.overrides_without_effect(stage.of_recipe):
         announce(f"{where}: keeps its own, not {override}; override it there, too, if you mean it")
-    if (seed := recipe.options(stage.of_recipe).get("seed")) is not None:
+    if (seed := recipe.trainer_options(stage.of_recipe).get("seed")) is not None:
         announce(
             f"{where}: got seed {seed}, which draws adapters, dropout and noise; data.seed draws the "
             "blocks"
@@ -317,7 +317,7 @@ def _load(
     recipe: Recipe, stage: ResolvedStage
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Objective | None]:
     """The model that the stage starts from, its tokenizer, and its objective unless plain `lm`."""
-    own, attention = stage.of_recipe, stage.options.attn_implementation
+    own, attention = stage.of_recipe, stage.own_options.attn_implementation
     start = recipe
     if stage.before:
         start = recipe.model_copy(update={"model": stage.base, "tokenizer": None, "config": {}})

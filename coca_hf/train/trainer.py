@@ -85,7 +85,7 @@ class StageTrainer(Trainer):
         self,
         *args,
         log: StageLog,
-        options: StageOptions,
+        own_options: StageOptions,
         held_out: Tensor,
         stop: StopRequest,
         objective: Objective | None = None,
@@ -95,7 +95,7 @@ class StageTrainer(Trainer):
         plugin = self.accelerator.state.fsdp_plugin if self.accelerator.is_fsdp2 else None
         if plugin and (policy := plugin.mixed_precision_policy):
             plugin.mixed_precision_policy = sharded_precision(policy.param_dtype)
-        self.stage_log, self.options = log, options
+        self.stage_log, self.own_options = log, own_options
         self.held_out, self.stop, self.objective = held_out, stop, objective
         self.stopping: str | None = None  # the signal, once all processes know it
         self.control: TrainerControl
@@ -184,7 +184,7 @@ class StageTrainer(Trainer):
         self._step_loss = torch.zeros_like(self._step_loss)
         if asked:
             self.stopping = self.stop.came or "a signal to another process"
-        place, factor = self.stage_log.place, self.options.spike_factor
+        place, factor = self.stage_log.place, self.own_options.spike_factor
         running = place["running_loss"]
         spiked = factor is not None and running is not None and loss > factor * running
         is_finite = math.isfinite(_number(self._norm))
@@ -199,7 +199,7 @@ class StageTrainer(Trainer):
         self._bad_in_a_row += 1
         self._lacks_a_loss |= running is None and not math.isfinite(loss)
         place["skipped_steps"] += 1
-        if self._bad_in_a_row >= self.options.max_bad_steps:
+        if self._bad_in_a_row >= self.own_options.max_bad_steps:
             raise CocaError(self._bad_step(loss, spiked))
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -212,13 +212,15 @@ class StageTrainer(Trainer):
         what = f"the loss of step {step} is {loss:g}"
         if spiked:
             mean = place["running_loss"]
-            what += f", more than {self.options.spike_factor:g} times the running mean {mean:.4g}"
+            what += (
+                f", more than {self.own_options.spike_factor:g} times the running mean {mean:.4g}"
+            )
         elif math.isfinite(loss):
             what += f", but its gradient's norm is {_number(self._norm)}"
         first, count = place["next_block"], self.stage_log.global_batch
         sources = self.train_dataset.blocks.sources_of(first, count)
         blocks = f"blocks {first} to {first + count - 1} ({sources})"
-        most = self.options.max_bad_steps
+        most = self.own_options.max_bad_steps
         stage = Path(self.args.output_dir).parent.name.partition("-")[2]
         return (
             f"{self.args.output_dir}: {what}, bad step {self._bad_in_a_row} in a row "

@@ -271,7 +271,7 @@ def test_a_long_block_is_helped_by_a_fused_cross_entropy_and_then_by_sharing_it(
     """That each of them takes less memory is tested above."""
 
     def measure_block(recipe, stage, setting):
-        logits = 8 if recipe.stage_options(stage).fused_cross_entropy else 24
+        logits = 8 if recipe.own_options(stage).fused_cross_entropy else 24
         return Memory({"activations": (8 + logits) * GIB // setting.sharing})
 
     monkeypatch.setattr(gpu_plan, "measure", measure_block)

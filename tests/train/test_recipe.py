@@ -12,7 +12,7 @@ from coca_hf.train.recipe import load_recipe, recipe_text
 
 def test_a_stage_overrides_the_shared_training_options(recipe_path):
     recipe = load_recipe(recipe_path)
-    rates = [recipe.options(stage)["learning_rate"] for stage in recipe.stages]
+    rates = [recipe.trainer_options(stage)["learning_rate"] for stage in recipe.stages]
     assert rates == [1e-3, 1e-3, 5e-4]
 
 
@@ -33,7 +33,7 @@ def test_numbers_without_a_dot_are_numbers_at_every_depth(recipe_tree, tmp_path)
     text = text.replace("training:", bounds, 1)
     (tmp_path / "r.yaml").write_text(text)
     recipe = load_recipe(tmp_path / "r.yaml")
-    assert recipe.options(recipe.stages[2])["learning_rate"] == 5e-4
+    assert recipe.trainer_options(recipe.stages[2])["learning_rate"] == 5e-4
     assert recipe.training["lr_scheduler_kwargs"]["start_lr"] == 1e-7
 
 
@@ -52,7 +52,7 @@ def test_overrides_reach_stages_by_name_and_sources_by_number(recipe_path):
     assert recipe.training["learning_rate"] == 2e-4
     found = (recipe.data.seq_len, recipe.data.sources[1].weight, recipe.model)
     assert found == (32, 7, "elsewhere")
-    assert recipe.options(recipe.stages[2])["max_steps"] == 10
+    assert recipe.trainer_options(recipe.stages[2])["max_steps"] == 10
     assert recipe.stages[0].train == ["k_proj", "o_proj"]
     assert recipe.training["lr_scheduler_kwargs"] == {"end_lr": 1e-6}
 
@@ -60,7 +60,7 @@ def test_overrides_reach_stages_by_name_and_sources_by_number(recipe_path):
 def test_an_override_of_a_key_of_one_stage_keeps_the_keys_that_all_stages_have(recipe_path):
     settings = ["training.lr_scheduler_kwargs={start_lr: 1e-7, end_lr: 1e-6}"]
     recipe = load_recipe(recipe_path, [*settings, "stages.k.lr_scheduler_kwargs.end_lr=0"])
-    found = [recipe.options(stage)["lr_scheduler_kwargs"] for stage in recipe.stages[:2]]
+    found = [recipe.trainer_options(stage)["lr_scheduler_kwargs"] for stage in recipe.stages[:2]]
     assert found == [{"start_lr": 1e-7, "end_lr": 0}, {"start_lr": 1e-7, "end_lr": 1e-6}]
 
 
@@ -79,7 +79,7 @@ def test_an_override_of_one_stage_leaves_others_alone_that_share_its_lines(
         text = text.replace(f"- name: {name}\n", f"- name: {name}\n  {line}\n")
     (tmp_path / "r.yaml").write_text(text)
     recipe = load_recipe(tmp_path / "r.yaml", ["stages.qkv.lr_scheduler_kwargs.end_lr=0"])
-    found = [recipe.options(stage)["lr_scheduler_kwargs"] for stage in recipe.stages[:2]]
+    found = [recipe.trainer_options(stage)["lr_scheduler_kwargs"] for stage in recipe.stages[:2]]
     assert found == [{"end_lr": 1e-6}, {"end_lr": 0}]
 
 

@@ -21,7 +21,7 @@ def trainer_of(options: dict, tmp_path) -> StageTrainer:
         model,
         TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **options),
         log=StageLog(tmp_path / "log.jsonl", 8, 1, 1, 0, start_place(0)),
-        options=StageOptions(),
+        own_options=StageOptions(),
         held_out=torch.empty(0, 8),
         stop=StopRequest(),
     )
