@@ -31,6 +31,17 @@ class Document(NamedTuple):
     where: str
 
 
+class TextSource(NamedTuple):
+    """The arguments of `read_documents`."""
+
+    source: str
+    column: str = "text"
+    split: str = "train"
+    subset: str | None = None
+    revision: str | None = None
+    skip_empty: bool = False
+
+
 def read_documents(
     source: str,
     column: str = "text",
@@ -175,7 +186,9 @@ def local_files(source: str) -> list[Path]:
                 f"{file}: got a {kind} file, expected one of {', '.join(SUFFIXES)}; {AS_ROWS}"
             )
         if file.exists() and not file.is_file():  # it is read more than once
-            raise CocaError(f"{file}: is no ordinary file, expected one; copy its text into a file")
+            raise CocaError(
+                f"{file}: is not an ordinary file, expected one; copy its text into a file"
+            )
     return files
 
 

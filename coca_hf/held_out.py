@@ -4,7 +4,8 @@ Documents are held out by a hash of their text, whatever the seed: every run on 
 the same ones, and copies of a document are treated alike, also in different sources of a run. From
 a large source a hundredth is held out. From a small one, the documents of lowest hash are, as few
 as suffice; if these are more than a tenth of its text, as with a single book, the end of every
-document is held out instead. Of other sources, a small one only holds out copies of its documents.
+document is held out instead. From other sources, a small source only holds out copies of its own
+documents.
 
 The blocks are passages of at least `DOCUMENTS` documents if the source can spare them: a single
 document, which may be verse, another language or all tables, says little about the others.
@@ -31,7 +32,6 @@ MOST = 0.1  # of a source's characters
 DOCUMENTS = 16
 TOKEN_CHARACTERS = 16  # far more than a token has on average
 
-Place = tuple[str, str, str, str | None, str | None, bool]  # the arguments of `read_documents`
 Read = Callable[[], Iterable[Document]]  # reads a source from its beginning
 
 

@@ -296,7 +296,9 @@ def open_regular(file: Path):
     """Open an ordinary file, unbuffered. Raises CocaError if it is absent or, say, a pipe."""
     try:
         if not stat.S_ISREG(file.stat().st_mode):
-            raise CocaError(f"{file}: is no ordinary file, expected one; copy the checkpoint again")
+            raise CocaError(
+                f"{file}: is not an ordinary file, expected one; copy the checkpoint again"
+            )
         return file.open("rb", buffering=0)
     except FileNotFoundError:
         raise CocaError(

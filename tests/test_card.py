@@ -214,7 +214,7 @@ def test_a_card_that_cannot_be_written_is_one_line(checkpoint, monkeypatch):
 def test_a_card_that_is_a_pipe_is_refused_and_does_not_hang(checkpoint):
     (checkpoint / "README.md").unlink()
     os.mkfifo(checkpoint / "README.md")
-    with pytest.raises(CocaError, match=r"README.md: is no ordinary file"):
+    with pytest.raises(CocaError, match=r"README.md: is not an ordinary file"):
         write_card(checkpoint)
 
 

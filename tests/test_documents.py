@@ -190,7 +190,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
 def test_what_is_no_ordinary_file_is_refused_and_does_not_hang(tmp_path, make, given):
     make(tmp_path / "a.txt")
     with pytest.raises(
-        CocaError, match=r"a\.txt: is no ordinary file, expected one; copy its text"
+        CocaError, match=r"a\.txt: is not an ordinary file, expected one; copy its text"
     ):
         list(read_documents(str(tmp_path / given)))
 

@@ -33,7 +33,7 @@ def grams(block) -> set[tuple[int, ...]]:
 
 
 def read_of(source):
-    return lambda: read_documents(*source.place)
+    return lambda: read_documents(*source.text)
 
 
 @pytest.fixture

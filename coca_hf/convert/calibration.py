@@ -60,9 +60,9 @@ from coca_hf.convert.layer_pairs import (
 from coca_hf.convert.layout import Layout, code_hashes
 from coca_hf.convert.refit import blocks_to_refit_on, refit_outputs
 from coca_hf.convert.writer import PROCESS_BYTES, bytes_of
+from coca_hf.documents import TextSource
 from coca_hf.errors import CocaError
 from coca_hf.files import replace_text, replacing, size_in_words
-from coca_hf.held_out import Place
 from coca_hf.provenance import versions
 from coca_hf.tokens import skipped_positions
 
@@ -112,16 +112,16 @@ class Needs(NamedTuple):
 
 
 class Calibration:
-    """The calibration of the source of `layout` on the documents of `place`.
+    """The calibration of the source of `layout` on the documents of `text`.
 
-    ranks_layers: whether the caller asks for `most_harmful`. chooses_content: whether the fit decides
+    ranks_layers: whether the caller chooses kept layers by their harm. chooses_content: whether the fit decides
     which layers are content layers.
     """
 
     def __init__(
         self,
         layout: Layout,
-        place: Place,
+        text: TextSource,
         num_tokens: int,
         block_tokens: int,
         passes: int | None,
@@ -148,14 +148,14 @@ class Calibration:
             return torch.cat((blocks, repeated_blocks(blocks, tokenizer, layout.config, seed)))
 
         text_blocks, held_out = calibration_blocks(
-            place, tokenizer, layout.config, num_tokens, block_tokens, seed
+            text, tokenizer, layout.config, num_tokens, block_tokens, seed
         )
         blocks = with_repeated(text_blocks)
         # layers are ranked on half of the held-out text
         ranked_on = held_out[: max(1, len(held_out) // 2)]
         self.ranking_blocks = copies(ranked_on, tokenizer, layout.config, seed)
         passes = passes or math.ceil(STEPS / len(blocks))
-        self.text, self.text_commit, self.device = place[0], place[4], device
+        self.text, self.device = text, device
         self.dtype = matrix_dtype(device)
         self.blocks_hash = xxhash.xxh3_128_hexdigest(bytes_of(blocks))
         others = ("coca_kept_layers", "coca_kept_window", "dtype")
@@ -237,8 +237,8 @@ class Calibration:
         self.seconds.update({"outputs": time.perf_counter() - began})
         half = task.blocks.numel() // 2  # the other half has repeated passages
         record = {
-            "text": self.text,
-            "text_commit": self.text_commit,
+            "text": self.text.source,
+            "text_commit": self.text.revision,
             "blocks_xxh3_128": self.blocks_hash,
             "tokens": half,
             "repeated_tokens": half,

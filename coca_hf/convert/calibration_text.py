@@ -19,11 +19,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from coca_hf.convert.config import angles_reach
-from coca_hf.documents import Document, is_on_hub, read_documents
+from coca_hf.documents import Document, TextSource, is_on_hub, read_documents
 from coca_hf.errors import CocaError
 from coca_hf.held_out import (
     TOKEN_CHARACTERS,
-    Place,
     hold_out,
     most_held_out,
     tokens_per_character,
@@ -42,7 +41,7 @@ SPACE = re.compile(r"\s")
 
 
 def calibration_blocks(
-    place: Place,
+    text: TextSource,
     tokenizer: PreTrainedTokenizerBase,
     config: PreTrainedConfig,
     num_tokens: int,
@@ -53,9 +52,9 @@ def calibration_blocks(
 
     Nothing is fitted on that coca-train holds out of this text as one source.
 
-    place: the arguments of `read_documents`; only the first `HUB_CHARACTERS` of a data set on the
-    hub are read. num_tokens: to fit on, in blocks of `block_tokens`, or shorter ones if the model
-    does not reach as far. A block that reaches the end of a document continues with the next one.
+    text: only the first `HUB_CHARACTERS` of a data set on the hub are read. num_tokens: to fit on,
+    in blocks of `block_tokens`, or shorter ones if the model does not reach as far. A block that
+    reaches the end of a document continues with the next one.
 
     Raises CocaError if there is too little text, blocks are too short, or the tokenizer has token
     ids that the model does not have.
@@ -70,7 +69,7 @@ def calibration_blocks(
     encoder = Encoder(tokenizer, config.vocab_size)
     most = max(1, min(HELD_OUT_BLOCKS, HELD_OUT_TOKENS // length))
 
-    read = functools.partial(_documents, place)
+    read = functools.partial(_documents, text)
 
     def texts() -> Iterator[str]:  # what is never held out
         return filter(None, (rule.split(document.text)[0] for document in read()))
@@ -81,7 +80,7 @@ def calibration_blocks(
     tokens = int(characters * tokens_per_character(read, encoder)) if characters else 0
     if not len(held_out) or tokens < wanted * length:
         raise CocaError(
-            f"--calibrate {place[0]}: got {len(held_out)} blocks of {length} tokens to hold out, "
+            f"--calibrate {text.source}: got {len(held_out)} blocks of {length} tokens to hold out, "
             f"and about {tokens:,} tokens to fit on, expected at least 1 and {wanted * length:,}; "
             "give more text, or a smaller --calibrate-tokens or --calibrate-block"
         )
@@ -93,9 +92,9 @@ def calibration_blocks(
     return blocks, held_out
 
 
-def _documents(place: Place) -> Iterator[Document]:
-    left = HUB_CHARACTERS if is_on_hub(place[0]) else math.inf
-    for document in read_documents(*place):
+def _documents(text: TextSource) -> Iterator[Document]:
+    left = HUB_CHARACTERS if is_on_hub(text.source) else math.inf
+    for document in read_documents(*text):
         yield document
         left -= len(document.text)
         if left <= 0:

@@ -35,7 +35,7 @@ from coca_hf.convert.writer import (
     memory_bytes,
     staging_directory,
 )
-from coca_hf.documents import check_text_options, commit_of, local_files
+from coca_hf.documents import TextSource, check_text_options, commit_of, local_files
 from coca_hf.errors import CocaError, library_errors
 from coca_hf.models.hub import CARD, RECORDS, without_paths
 from coca_hf.provenance import now, versions
@@ -185,7 +185,9 @@ def convert_checkpoint(
             check_kept_window(keep_window, ranked or named, block)
             calibration = Calibration(
                 layout,
-                (calibrate_on, column, split, subset, commit_of(calibrate_on), True),
+                TextSource(
+                    calibrate_on, column, split, subset, commit_of(calibrate_on), skip_empty=True
+                ),
                 calibrate_tokens,
                 calibrate_block,
                 calibrate_passes,

@@ -522,7 +522,7 @@ class Corpus:
             yield from pieces_of(text, number, character if number == document else 0)
 
     def _documents(self, source: Source) -> Iterator[Document]:
-        for document in read_documents(*source.place):
+        for document in read_documents(*source.text):
             self._check_stop()
             yield document
 

@@ -40,12 +40,12 @@ class StageLog(TrainerCallback, ExportableState):
     """Writes log.jsonl, measures speed, and keeps the place of the stage: where it is in the stream
     of blocks, its time, its held-out losses.
 
-    global_batch: blocks a step. place: goes into every checkpoint; see `start_place`.
+    place: goes into every checkpoint; see `start_place`.
     """
 
     path: Path
     seq_len: int
-    global_batch: int
+    blocks_per_step: int
     flops_per_token: int
     held_out_steps: int
     place: dict
@@ -78,7 +78,7 @@ class StageLog(TrainerCallback, ExportableState):
         and the peak of this process's memory, in bytes (on a CPU, its present memory).
         """
         state, now = PartialState(), time.monotonic()
-        tokens = (step - self._measured_step) * self.global_batch * self.seq_len
+        tokens = (step - self._measured_step) * self.blocks_per_step * self.seq_len
         tokens_per_second = tokens / max(now - self._measured, 1e-9)
         self._measured, self._measured_step = now, step
         gpu, memory = None, psutil.Process().memory_info().rss
@@ -98,7 +98,7 @@ class StageLog(TrainerCallback, ExportableState):
             self._forget_after(state.global_step)
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.place["next_block"] += self.global_batch
+        self.place["next_block"] += self.blocks_per_step
         last = state.global_step >= state.max_steps
         is_due = self.held_out_steps and state.global_step % self.held_out_steps == 0
         control.should_evaluate |= last or bool(is_due)

@@ -54,6 +54,7 @@ from ruamel.yaml.error import YAMLError
 from torch.utils.checkpoint import checkpoint
 from transformers import TrainingArguments
 
+from coca_hf.documents import TextSource
 from coca_hf.errors import CocaError, nearest, one_line, short
 from coca_hf.tokens import TOKENS_A_SKIP
 
@@ -112,13 +113,13 @@ _LEAST = {
 _STAGE_KEYS = ("name", "train", "lora", "objective", "answer_weight")
 
 
-def _refuse_true(given: Any) -> Any:
+def _refuse_bool(given: Any) -> Any:
     if isinstance(given, bool):  # pydantic would take true for 1
         raise ValueError(f"got {given}, expected a number")
     return given
 
 
-Number = Annotated[float, BeforeValidator(_refuse_true)]
+Number = Annotated[float, BeforeValidator(_refuse_bool)]
 
 
 class StrictMapping(BaseModel):
@@ -173,9 +174,10 @@ class Source(StrictMapping):
         return self._commit or self.revision
 
     @property
-    def place(self) -> tuple[str, str, str, str | None, str | None, bool]:
-        """The arguments of `read_documents`."""
-        return self.path, self.column, self.split, self.subset, self.commit, self.skip_empty
+    def text(self) -> TextSource:
+        return TextSource(
+            self.path, self.column, self.split, self.subset, self.commit, self.skip_empty
+        )
 
 
 class Data(StrictMapping):

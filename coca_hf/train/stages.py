@@ -319,7 +319,7 @@ def _load(
     """The model that the stage starts from, its tokenizer, and its objective unless plain `lm`."""
     own, attention = stage.of_recipe, stage.own_options.attn_implementation
     start = recipe
-    if stage.before:
+    if stage.before:  # which has saved a tokenizer, and a config with the recipe's fields
         start = recipe.model_copy(update={"model": stage.base, "tokenizer": None, "config": {}})
     if models.weights_are_sent_here():
         base = models.unfilled_model(models.start_config(start), attention)

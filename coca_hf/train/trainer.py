@@ -217,7 +217,7 @@ class StageTrainer(Trainer):
             )
         elif math.isfinite(loss):
             what += f", but its gradient's norm is {_number(self._norm)}"
-        first, count = place["next_block"], self.stage_log.global_batch
+        first, count = place["next_block"], self.stage_log.blocks_per_step
         sources = self.train_dataset.blocks.sources_of(first, count)
         blocks = f"blocks {first} to {first + count - 1} ({sources})"
         most = self.own_options.max_bad_steps

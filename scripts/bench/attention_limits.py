@@ -48,6 +48,7 @@ from coca_hf.convert.calibrate import (
 )
 from coca_hf.convert.calibration_text import calibration_blocks, reach, repeated_blocks
 from coca_hf.convert.layer_pairs import Angles
+from coca_hf.documents import TextSource
 from coca_hf.models.attention import CocaAttention
 from coca_hf.tokens import skipped_positions
 
@@ -75,9 +76,9 @@ def main() -> None:
     load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
     original, models = load(options.original), [load(path) for path in options.converted]
     tokenizer = AutoTokenizer.from_pretrained(options.original)
-    place = options.text, "text", "train", None, None, True
+    source = TextSource(options.text, skip_empty=True)
     text, held_out = calibration_blocks(
-        place, tokenizer, original.config, max(options.tokens), BLOCK_TOKENS
+        source, tokenizer, original.config, max(options.tokens), BLOCK_TOKENS
     )
     repeated = repeated_blocks(text, tokenizer, original.config)
     half, generator = text.shape[1] // 2, torch.Generator().manual_seed(0)

@@ -43,7 +43,7 @@ from coca_hf.convert.calibration_text import (
 from coca_hf.convert.layer_pairs import Angles, LayerPairs
 from coca_hf.convert.layout import CODE
 from coca_hf.convert.writer import Staging, WeightsWriter
-from coca_hf.documents import read_documents
+from coca_hf.documents import TextSource, read_documents
 from coca_hf.held_out import most_held_out
 from coca_hf.models.attention import NO_CONTENT, ContentPairs, scaled_key
 from coca_hf.tokens import Encoder, skipped_positions
@@ -741,7 +741,7 @@ def of_source(tiny_llama_dir):
 
 def rows_of(path, rows, column="text"):
     path.write_text("".join(json.dumps({column: row}) + "\n" for row in rows))
-    return str(path), column, "train", None, None, True
+    return TextSource(str(path), column, skip_empty=True)
 
 
 def test_blocks_come_from_all_files_and_from_no_copy_of_a_held_out_document(of_source, tmp_path):
@@ -750,7 +750,7 @@ def test_blocks_come_from_all_files_and_from_no_copy_of_a_held_out_document(of_s
     for name, letters in (("a", "abcdefgh"), ("b", "stuvwxyz")):
         rows = ["".join(draw.choices(letters, k=150)) for _ in range(150)]
         rows_of(tmp_path / f"{name}.jsonl", rows + rows)
-    place = str(tmp_path / "*.jsonl"), "text", "train", None, None, True
+    place = TextSource(str(tmp_path / "*.jsonl"), skip_empty=True)
     asked = place, *of_source, 40 * 32, 32
     blocks, held_out = calibration_blocks(*asked)
     assert blocks.shape == (40, 32)

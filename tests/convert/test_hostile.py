@@ -231,7 +231,7 @@ def test_circle_of_links_is_refused(source):
 def test_pipe_in_the_place_of_a_file_is_refused_and_does_not_hang(source, name):
     (source / name).unlink(missing_ok=True)
     os.mkfifo(source / name)
-    assert "is no ordinary file" in refusal(source)
+    assert "is not an ordinary file" in refusal(source)
 
 
 @pytest.mark.timeout(20)
