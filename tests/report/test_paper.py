@@ -200,7 +200,7 @@ class World:
         # the base of RoPE takes no memory
         settings = tuple(one for one in given["settings"] if "rope_theta" not in one)
         self.steps.add((str(given["recipe"]), settings, processes))
-        batch = recipe.options(stages[0])["per_device_train_batch_size"]
+        batch = recipe.trainer_options(stages[0])["per_device_train_batch_size"]
         blocks = processes * batch * recipe.accumulation(stages[0], processes)
         self.batches.append((recipe.data.seq_len, blocks))
         for number, stage in enumerate(stages, 1):
