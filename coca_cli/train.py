@@ -122,8 +122,8 @@ def train_command(
             console.print(
                 f"{checked.data.prepared}: interrupted; the same command continues"
                 if prepare
-                else f"{out}: interrupted, without a checkpoint of the last steps, which SIGTERM would "
-                "have written; continue with --resume"
+                else f"{out}: interrupted; continue with --resume (SIGTERM would also have written a "
+                "checkpoint)"
             )
         raise
     if PartialState().is_main_process:

@@ -136,10 +136,17 @@ def test_data_sets_of_the_hub_are_named_and_local_paths_are_not(checkpoint):
 
 
 def test_the_loss_over_answers_is_part_of_the_objective(checkpoint):
-    stages = [STAGE | {"answer_weight": 0.5}]
+    stages = [STAGE | {"answer_weight": 0.5, "teacher": None}]
     (checkpoint / "training.json").write_text(json.dumps(TRAINING | {"stages": stages}))
     write_card(checkpoint)
     assert "| full | all | lm + 0.5 answers | 3 |" in card_of(checkpoint).text
+
+
+def test_what_older_records_lack_is_left_out(checkpoint):
+    stages = [{name: value for name, value in STAGE.items() if name != "seconds"}]
+    (checkpoint / "training.json").write_text(json.dumps(TRAINING | {"stages": stages}))
+    write_card(checkpoint)
+    assert "| full | all |  | 3 |" in card_of(checkpoint).text
 
 
 def test_the_card_command_adds_measured_tables_and_the_base(checkpoint, tmp_path):

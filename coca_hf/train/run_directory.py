@@ -162,6 +162,10 @@ def check_inputs(out_dir: Path, noted: dict[str, Any] | None, inputs: dict[str, 
     """
     if noted is not None and (changes := _changes(_flat(noted), _flat(inputs))):
         remedy = "restore them"
+        if _flat(noted) | {"blocks": None} == _flat(inputs) | {"blocks": None}:
+            remedy = (
+                "restore the data, continue with the version of coca_hf that the run began with,"
+            )
         if noted.get("blocks_per_step") != inputs["blocks_per_step"]:
             remedy += (
                 ", keep the product of processes, per_device_train_batch_size and "

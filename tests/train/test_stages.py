@@ -263,7 +263,7 @@ def test_the_command_trains_and_says_where_the_result_is(recipe_path, tmp_path, 
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("--resume", "out: interrupted, .* SIGTERM would .*; continue with --resume"),
+        ("--resume", r"out: interrupted; continue with --resume \(SIGTERM would"),
         ("--prepare", "prepared: interrupted; the same command continues"),
     ],
 )
