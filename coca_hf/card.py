@@ -308,7 +308,7 @@ def _training(stages: list[dict]) -> str:
             str(stage["seq_len"]),
             f"{stage['learning_rate']:g}",
             "" if stage["final_loss"] is None else f"{stage['final_loss']:.3f}",
-            f"{stage['seconds']:,.0f}" if "seconds" in stage else "",  # recorded since 548468f
+            f"{stage['seconds']:,.0f}" if "seconds" in stage else "",  # older records lack it
             f"{stage['hardware']['processes']} x {stage['hardware']['device']}",
         ]
         for stage in stages
@@ -328,7 +328,7 @@ def _objective(stage: dict) -> str:
     """What a stage minimised, with weights other than 1, and its teacher. Defaults are not in the
     record; empty if none of it is.
     """
-    if "teacher" not in stage:  # recorded since 1fedc4e
+    if "teacher" not in stage:  # older records lack it
         return ""
     weights = {**stage.get("objective", {"lm": 1}), "answers": stage.get("answer_weight", 0)}
     terms = [

@@ -114,8 +114,8 @@ class Needs(NamedTuple):
 class Calibration:
     """The calibration of the source of `layout` on the documents of `text`.
 
-    ranks_layers: whether the caller chooses kept layers by their harm. chooses_content: whether the fit decides
-    which layers are content layers.
+    ranked: how many layers to keep, those whose conversion harms most, or `auto`; None if they are
+    named. chooses_content: whether the fit decides which layers are content layers.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Calibration:
         passes: int | None,
         device: str,
         seed: int,
-        ranks_layers: bool,
+        ranked: int | str | None,
         chooses_content: bool,
     ):
         if layout.from_coca or layout.released:
@@ -155,7 +155,7 @@ class Calibration:
         ranked_on = held_out[: max(1, len(held_out) // 2)]
         self.ranking_blocks = copies(ranked_on, tokenizer, layout.config, seed)
         passes = passes or math.ceil(STEPS / len(blocks))
-        self.text, self.device = text, device
+        self.text, self.ranked, self.device = text, ranked, device
         self.dtype = matrix_dtype(device)
         self.blocks_hash = xxhash.xxh3_128_hexdigest(bytes_of(blocks))
         others = ("coca_kept_layers", "coca_kept_window", "dtype")
@@ -176,7 +176,7 @@ class Calibration:
             passes,
             seed,
             chooses_content,
-            ranked_tokens=self.ranking_blocks.numel() if ranks_layers else 0,
+            ranked_tokens=self.ranking_blocks.numel() if ranked else 0,
             settings=json.dumps(settings, default=str),
         )
         self.needs = needs(layout, self.task, self.dtype)
@@ -200,28 +200,20 @@ class Calibration:
             "seconds": seconds,
         }
 
-    def chosen(
-        self,
-        layout: Layout,
-        named: Sequence[int],
-        ranked: int | str | None,
-        folder: Path,
-        report: Report,
-    ) -> Layout:
+    def chosen(self, layout: Layout, named: Sequence[int], folder: Path, report: Report) -> Layout:
         """`layout` with the content layers and the kept layers that fits of all layers choose.
 
-        named: kept layers that are not chosen; ranked: how many to keep, or `auto`, those whose
-        conversion harms most; None to keep those that are named.
+        named: the kept layers, unless they are ranked.
         """
         if self.task.chooses_content:
             found = self._fit(layout, folder, report).content_layers
             form = dataclasses.replace(layout.form, content_layers=found)
             layout = Layout(layout.source, form, named)
-        if ranked:
+        if self.ranked:
             fitted = self._fit(layout, folder, report).tensors
             pairs = LayerPairs(layout, self.device)
             self.harms = layer_harms(pairs, fitted, self.ranking_blocks, folder)
-            kept = most_harmful(self.harms, None if ranked == "auto" else int(ranked))
+            kept = most_harmful(self.harms, None if self.ranked == "auto" else int(self.ranked))
             layout = Layout(layout.source, layout.form, kept)
         return layout
 

@@ -193,7 +193,7 @@ def convert_checkpoint(
                 calibrate_passes,
                 device,
                 seed,
-                ranks_layers=ranked is not None,
+                ranked=ranked,
                 chooses_content=chooses_content,
             )
 
@@ -223,8 +223,7 @@ def convert_checkpoint(
         calibrated = None
         if calibration:
             if is_open:
-                folder = staging.calibrated
-                layout = calibration.chosen(layout, named, ranked, folder, report)
+                layout = calibration.chosen(layout, named, staging.calibrated, report)
                 _begin(staging, layout, calibration)
             layout.calibrated, calibrated = calibration.run(layout, staging.calibrated, report)
         WeightsWriter(layout, staging, progress or (lambda done, total: None)).write()

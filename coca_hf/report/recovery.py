@@ -33,7 +33,7 @@ class HeldOut(BaseModel):
     before: float
     after: float
     tokens: int | None = None
-    xxh3_128: str | None = None  # records of 3533f3e lack it
+    xxh3_128: str | None = None  # older records lack it
 
 
 class Hardware(BaseModel):
