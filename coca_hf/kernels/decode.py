@@ -1,19 +1,19 @@
-"""Attention of one new token to the half-width cache, without building keys in memory or in
-registers.
+"""Attention of one new token to the half-width cache, without building keys in memory.
 
-A score is linear in t, with weights that depend only on the key's angles and on the query (q', k'
-of `models/attention.py`, written out over pairs j):
+A score is linear in t cos and t sin, with weights that depend only on the query (q', k' of
+`models/attention.py`, written out over pairs j):
 
     score(n) = sum_j t_nj (a_j cos_nj + b_j sin_nj)    slack  a = q'_j + q'_(j + d/2), b = q'_(j + d/2) - q'_j
                                                        strict a = q'_j,               b = q'_(j + d/2)
 
-A program reads t, values and angles once and computes on ordinary floating-point units. Keys are cut
-into splits, so a single sequence fills the GPU; a second kernel joins the splits. A program takes one
-split of SHARES x HEADS key/value heads. Each of its warps attends with HEADS of them to some of the
-keys, and each group of threads that holds a whole key keeps its own softmax: until the end of the
-split, threads exchange nothing but the parts of a score. The angles, which all heads share, are read
-from memory once for a program; its other warps find them in the L1 cache. The next keys are loaded
-while the present ones are attended to. All sums are in fp32. Letters: see `models/attention.py`.
+Keys are cut into splits, so a single sequence fills the GPU; a second kernel joins the splits. A
+program attends to one split of HEADS key/value heads. It copies blocks of t, values and angles to
+shared memory while it works on the block before, and multiplies on tensor cores: rows of a product
+are the keys of its heads, columns are the query heads that share them, and a score of another head
+than the key's counts as masked. So the angles, which all heads share, are read once for HEADS of
+them, and a step takes one product whatever the number of heads. a and b are each two numbers, the
+rounded one and what rounding left, because products round only t cos, t sin and the weights. All
+sums are in fp32. Letters: see `models/attention.py`.
 """
 
 import torch
@@ -21,11 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-HEADS = 2  # key/value heads of a warp, or one if several query heads share it
-GROUPS = 4  # query heads of a warp that share a key/value head, at most
-SHARES = 2  # warps with different heads, at most
+HEADS = 2  # key/value heads of a program, if there is an even number and few query heads share one
+COLUMNS = 8  # query heads of a program: the fewest that tensor cores multiply by
+TILE = 8192  # numbers of t in a block, at most
+STAGES = 3  # blocks in shared memory, and one more that is being copied
 WARPS = 4
-PROGRAMS_PER_PROCESSOR = 4  # that run at once, or two if a warp has more than two query heads
+PROGRAMS_PER_PROCESSOR = 1
 JOINED, JOINED_DIMS = 128, 32  # splits and dimensions that a thread block joins at a time
 LOG2_E = 1.4426950408889634
 
@@ -51,15 +52,13 @@ def decode_attention(
     batch, heads, _, head_dim = query.shape
     kv_heads, length, pairs = t.shape[1:]
     groups = heads // kv_heads
-    block_pairs = max(8, triton.next_power_of_2(pairs))
-    block_groups = min(GROUPS, triton.next_power_of_2(groups))
-    together = min(HEADS, triton.next_power_of_2(kv_heads)) if groups == 1 else 1
-    shares = min(SHARES, triton.next_power_of_2(triton.cdiv(kv_heads, together)))
-    keys = max(1, 8 * 32 // block_pairs) * WARPS // shares  # a thread loads 16 bytes
-    chunks = triton.cdiv(kv_heads, shares * together) * triton.cdiv(groups, block_groups)
-    programs = PROGRAMS_PER_PROCESSOR if together * block_groups <= 2 else 2
+    block_pairs = max(16, triton.next_power_of_2(pairs))
+    together = HEADS if kv_heads % HEADS == 0 and groups * HEADS <= COLUMNS else 1
+    processors, shared_memory = _gpu(query)
+    keys = _keys(together, block_pairs, t.element_size(), shared_memory)
+    chunks = kv_heads // together * triton.cdiv(groups, COLUMNS // together)
     blocks = triton.cdiv(length, keys)
-    splits = _splits(blocks, batch * chunks, programs * _processors(query))
+    splits = _splits(blocks, batch * chunks, PROGRAMS_PER_PROCESSOR * processors)
     split_keys = triton.cdiv(blocks, splits) * keys
     splits = triton.cdiv(length, split_keys)
 
@@ -74,8 +73,8 @@ def decode_attention(
             *(query.stride(i) for i in (0, 1, 3)), *t.stride(), *value.stride(),
             *(x.stride(i) for x in (cos, sin) for i in (0, 2, 3)), allowed.stride(0), allowed.stride(3),
             length, split_keys, splits, scaling * LOG2_E,
-            KV_HEADS=kv_heads, GROUPS=groups, PAIRS=pairs, SHARES=shares, HEADS=together, BLOCK_GROUPS=block_groups,
-            KEYS=keys, BLOCK_PAIRS=block_pairs, MASKED=mask is not None, STRICT=strict, num_warps=WARPS,
+            KV_HEADS=kv_heads, GROUPS=groups, PAIRS=pairs, HEADS=together, COLUMNS=COLUMNS, KEYS=keys,
+            BLOCK_PAIRS=block_pairs, MASKED=mask is not None, STRICT=strict, STAGES=STAGES, num_warps=WARPS,
         )  # fmt: skip
         _join_kernel[(batch * heads, triton.cdiv(head_dim, JOINED_DIMS))](
             partial, log_sum, output, splits,
@@ -98,147 +97,115 @@ def _splits(blocks: int, rows: int, slots: int) -> int:
     return next(n for n, share in zip(choices, busy, strict=True) if share > 0.95 * max(busy))
 
 
-def _processors(x: Tensor) -> int:
+def _keys(heads: int, block_pairs: int, num_bytes: int, shared_memory: int) -> int:
+    """Keys of a block, of numbers of `num_bytes`: as many as TILE allows and fit into shared memory."""
+    keys = TILE // block_pairs // heads
+    of_key = (3 * heads + 2) * block_pairs * num_bytes  # t and values of each head, and the angles
+    while keys * of_key * (STAGES - 1) > 0.9 * shared_memory:
+        keys //= 2
+    return keys
+
+
+def _gpu(x: Tensor) -> tuple[int, int]:
+    """Its processors, and the bytes of shared memory that a program may have."""
     if not x.is_cuda:  # Triton's interpreter
-        return 2
-    return torch.cuda.get_device_properties(x.device).multi_processor_count
+        return 2, 227 << 10
+    found = triton.runtime.driver.active.utils.get_device_properties(x.device.index)
+    return found["multiprocessor_count"], found["max_shared_mem"]
 
 
 # These change with every token; specialising on their divisibility would recompile. The strides of
-# everything but the mask are specialised: without it, loads are of one number at a time.
+# everything but the mask are specialised: without it, copies are of one number at a time.
 @triton.jit(do_not_specialize=["length", "split_keys", "splits", "mask_b"])
 def _split_kernel(
     query_ptr, t_ptr, value_ptr, cos_ptr, sin_ptr, mask_ptr, partial_ptr, log_sum_ptr,
     query_b, query_h, query_d, t_b, t_g, t_n, t_d, value_b, value_g, value_n, value_d,
     cos_b, cos_n, cos_d, sin_b, sin_n, sin_d, mask_b, mask_n,
     length, split_keys, splits, scale,
-    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr, SHARES: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr, KEYS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, MASKED: tl.constexpr,
-    STRICT: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
+    KEYS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, MASKED: tl.constexpr, STRICT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # Tiles are loaded in two dimensions, (.., pair), which threads share out in one way, and then have the
-    # axes: key/value head of a warp, query head that shares it, row (share and slot of a key), pair.
     # 64-bit offsets: a long cache has more numbers than 32 bits can count
     chunk, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    ROWS: tl.constexpr = SHARES * KEYS
-    STORED: tl.constexpr = HEADS * BLOCK_GROUPS * SHARES  # query heads of the program
-    group_blocks: tl.constexpr = (GROUPS + BLOCK_GROUPS - 1) // BLOCK_GROUPS
-    pair = tl.arange(0, BLOCK_PAIRS)[None, :]
-    pair_there = pair < PAIRS
+    ROWS: tl.constexpr = HEADS * KEYS
+    of_head: tl.constexpr = COLUMNS // HEADS  # columns
+    group_blocks: tl.constexpr = (GROUPS + of_head - 1) // of_head
+    first_head = (chunk // group_blocks * HEADS).to(tl.int64)
+    dtype: tl.constexpr = value_ptr.dtype.element_ty
+    pair, dim = tl.arange(0, BLOCK_PAIRS), tl.arange(0, 2 * BLOCK_PAIRS)
 
-    place = tl.arange(0, HEADS * BLOCK_GROUPS * ROWS)[:, None]
-    head = _head(
-        chunk // group_blocks, place // (BLOCK_GROUPS * ROWS), place % ROWS, SHARES, HEADS, KEYS
-    )
-    group = chunk % group_blocks * BLOCK_GROUPS + place // ROWS % BLOCK_GROUPS
-    of_query = (group < GROUPS) & (head < KV_HEADS)
-    query_head = head * GROUPS + group
-    query_ptr += b * query_b + query_head * query_h + pair * query_d
-    with_cos = tl.load(query_ptr, mask=of_query & pair_there, other=0.0).to(tl.float32) * scale
-    with_sin = (
-        tl.load(query_ptr + PAIRS * query_d, mask=of_query & pair_there, other=0.0).to(tl.float32)
-        * scale
-    )
+    column = tl.arange(0, COLUMNS)[None, :]
+    group = chunk % group_blocks * of_head + column % of_head
+    of_query = group < GROUPS
+    query_head = (first_head + column // of_head) * GROUPS + group
+    query_ptr += b * query_b + query_head * query_h + pair[:, None] * query_d
+    of_pair = of_query & (pair < PAIRS)[:, None]
+    with_cos = tl.load(query_ptr, mask=of_pair, other=0.0).to(tl.float32) * scale
+    with_sin = tl.load(query_ptr + PAIRS * query_d, mask=of_pair, other=0.0).to(tl.float32) * scale
     if not STRICT:
         with_cos, with_sin = with_cos + with_sin, with_sin - with_cos
-    with_cos = with_cos.reshape(HEADS, BLOCK_GROUPS, ROWS, BLOCK_PAIRS)
-    with_sin = with_sin.reshape(HEADS, BLOCK_GROUPS, ROWS, BLOCK_PAIRS)
+    rounded_cos, rounded_sin = with_cos.to(dtype), with_sin.to(dtype)
+    rest_cos, rest_sin = (with_cos - rounded_cos).to(dtype), (with_sin - rounded_sin).to(dtype)
 
-    place = tl.arange(0, HEADS * ROWS)[:, None]
-    head = _head(chunk // group_blocks, place // ROWS, place % ROWS, SHARES, HEADS, KEYS)
-    slot, of_t = place % KEYS, (head < KV_HEADS) & pair_there
-    t_ptr += b * t_b + head * t_g + slot * t_n + pair * t_d
-    value_ptr += b * value_b + head * value_g + slot * value_n + pair * value_d
-    row = tl.arange(0, ROWS)[:, None]
-    cos_ptr += b * cos_b + row % KEYS * cos_n + pair * cos_d
-    sin_ptr += b * sin_b + row % KEYS * sin_n + pair * sin_d
-    mask_ptr += b * mask_b + row % KEYS * mask_n
-
-    greatest = tl.full((HEADS, BLOCK_GROUPS, ROWS, 1), float("-inf"), tl.float32)
-    total = tl.zeros((HEADS, BLOCK_GROUPS, ROWS, 1), tl.float32)
-    first_sums = tl.zeros((HEADS, BLOCK_GROUPS, ROWS, BLOCK_PAIRS), tl.float32)
-    second_sums = tl.zeros((HEADS, BLOCK_GROUPS, ROWS, BLOCK_PAIRS), tl.float32)
     begin, end = split * split_keys, min((split + 1) * split_keys, length)
-    cos, sin, t, first, second = _load(
-        cos_ptr, sin_ptr, t_ptr, value_ptr, value_ptr + PAIRS * value_d, cos_n, sin_n, t_n, value_n,
-        begin, (begin + row % KEYS < end) & pair_there, (begin + slot < end) & of_t,
-    )  # fmt: skip
-    for start in range(begin, end, KEYS):
-        following = start + KEYS
-        next_cos, next_sin, next_t, next_first, next_second = _load(
-            cos_ptr, sin_ptr, t_ptr, value_ptr, value_ptr + PAIRS * value_d, cos_n, sin_n, t_n, value_n,
-            following, (following + row % KEYS < end) & pair_there, (following + slot < end) & of_t,
-        )  # fmt: skip
+    head, slot = tl.arange(0, ROWS) // KEYS, tl.arange(0, ROWS) % KEYS  # of a row
+    row_head, key = first_head + head, tl.cast(begin, tl.int64) + slot
+    t_ptr += b * t_b + (row_head * t_g + key * t_n)[:, None] + pair[None, :] * t_d
+    value_ptr += (
+        b * value_b + (row_head * value_g + key * value_n)[None, :] + dim[:, None] * value_d
+    )
+    mask_ptr += b * mask_b + key[:, None] * mask_n
+    of_angle = tl.arange(0, KEYS)
+    angle_key = (tl.cast(begin, tl.int64) + of_angle)[:, None]
+    cos_ptr += b * cos_b + angle_key * cos_n + pair[None, :] * cos_d
+    sin_ptr += b * sin_b + angle_key * sin_n + pair[None, :] * sin_d
+    own_head = head[:, None] == column // of_head
 
-        allowed = start + row % KEYS < end
+    greatest = tl.full((1, COLUMNS), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    sums = tl.zeros((2 * BLOCK_PAIRS, COLUMNS), tl.float32)
+    for start in tl.range(0, end - begin, KEYS, num_stages=STAGES):
+        left = end - begin - start
+        angle_there = (of_angle < left)[:, None] & (pair < PAIRS)[None, :]
+        cos = tl.load(cos_ptr, mask=angle_there, other=0.0)[None].to(tl.float32)
+        sin = tl.load(sin_ptr, mask=angle_there, other=0.0)[None].to(tl.float32)
+        t_there = (slot < left)[:, None] & (pair < PAIRS)[None, :]
+        t = tl.load(t_ptr, mask=t_there, other=0.0).to(tl.float32)
+        value_there = (slot < left)[None, :] & (dim < 2 * PAIRS)[:, None]
+        value = tl.load(value_ptr, mask=value_there, other=0.0)
+        allowed = (slot < left)[:, None]
         if MASKED:
-            allowed &= (
-                tl.load(mask_ptr + tl.cast(start, tl.int64) * mask_n, mask=allowed, other=0) != 0
-            )
-        t = t.to(tl.float32).reshape(HEADS, 1, ROWS, BLOCK_PAIRS)
-        weights = (
-            with_cos * cos.to(tl.float32)[None, None] + with_sin * sin.to(tl.float32)[None, None]
+            allowed &= tl.load(mask_ptr, mask=allowed, other=0) != 0
+
+        t_cos = (t * cos.broadcast_to(HEADS, KEYS, BLOCK_PAIRS).reshape(ROWS, BLOCK_PAIRS)).to(
+            dtype
         )
-        scores = tl.where(
-            allowed[None, None], tl.sum(t * weights, axis=3, keep_dims=True), float("-inf")
+        t_sin = (t * sin.broadcast_to(HEADS, KEYS, BLOCK_PAIRS).reshape(ROWS, BLOCK_PAIRS)).to(
+            dtype
         )
-        above = tl.maximum(greatest, scores)
-        origin = tl.where(above == float("-inf"), 0.0, above)  # no key of this slot is allowed yet
+        scores = tl.dot(t_cos, rounded_cos, input_precision="ieee")
+        scores = tl.dot(t_sin, rounded_sin, scores, input_precision="ieee")
+        scores = tl.dot(t_cos, rest_cos, scores, input_precision="ieee")
+        scores = tl.dot(t_sin, rest_sin, scores, input_precision="ieee")
+        scores = tl.where(allowed & own_head, scores, float("-inf"))
+        above = tl.maximum(greatest, tl.max(scores, axis=0, keep_dims=True))
+        origin = tl.where(above == float("-inf"), 0.0, above)  # no key is allowed yet
         weights, fade = tl.exp2(scores - origin), tl.exp2(greatest - origin)
         total = total * fade + weights
-        first_sums = first_sums * fade + weights * first.to(tl.float32).reshape(
-            HEADS, 1, ROWS, BLOCK_PAIRS
-        )
-        second_sums = second_sums * fade + weights * second.to(tl.float32).reshape(
-            HEADS, 1, ROWS, BLOCK_PAIRS
-        )
+        sums = tl.dot(value, weights.to(dtype), sums * fade, input_precision="ieee")
         greatest = above
-        cos, sin, t, first, second = next_cos, next_sin, next_t, next_first, next_second
+        t_ptr += KEYS * t_n
+        value_ptr += KEYS * value_n
+        cos_ptr += KEYS * cos_n
+        sin_ptr += KEYS * sin_n
+        mask_ptr += KEYS * mask_n
 
-    # The slots of a share are joined, and the axes are: (key/value head, query head, share), slot, pair
-    greatest = greatest.reshape(STORED, KEYS, 1)
-    above = tl.max(greatest, axis=1, keep_dims=True)
-    fade = tl.exp2(greatest - tl.where(above == float("-inf"), 0.0, above))
-    total = tl.sum(total.reshape(STORED, KEYS, 1) * fade, axis=1, keep_dims=True)
-    fade /= tl.where(total == 0, 1.0, total)
-    first_sums = tl.sum(first_sums.reshape(STORED, KEYS, BLOCK_PAIRS) * fade, axis=1)
-    second_sums = tl.sum(second_sums.reshape(STORED, KEYS, BLOCK_PAIRS) * fade, axis=1)
-    place = tl.arange(0, STORED)[:, None]
-    head = _head(
-        chunk // group_blocks,
-        place // (BLOCK_GROUPS * SHARES),
-        place % SHARES * KEYS,
-        SHARES,
-        HEADS,
-        KEYS,
-    )
-    group = chunk % group_blocks * BLOCK_GROUPS + place // SHARES % BLOCK_GROUPS
-    of_query = (group < GROUPS) & (head < KV_HEADS)
-    result = (b * KV_HEADS * GROUPS + head * GROUPS + group) * splits + split
-    tl.store(log_sum_ptr + result, (above + tl.log2(total)).reshape(STORED, 1), mask=of_query)
-    partial_ptr += result * (2 * PAIRS) + pair
-    tl.store(partial_ptr, first_sums, mask=of_query & pair_there)
-    tl.store(partial_ptr + PAIRS, second_sums, mask=of_query & pair_there)
-
-
-@triton.jit
-def _head(chunk, head, row, SHARES: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr):
-    """The key/value head of a row of the program's `chunk`: the `head`-th of the row's share."""
-    return ((chunk * SHARES + row // KEYS) * HEADS + head).to(tl.int64)
-
-
-@triton.jit
-def _load(
-    cos_ptr, sin_ptr, t_ptr, first_ptr, second_ptr, cos_n, sin_n, t_n, value_n, key, angle_there, there
-):  # fmt: skip
-    """What a block of keys needs from `key` on; the two halves of values apart, because a half has t's shape."""
-    key = tl.cast(key, tl.int64)
-    cos = tl.load(cos_ptr + key * cos_n, mask=angle_there, other=0.0)
-    sin = tl.load(sin_ptr + key * sin_n, mask=angle_there, other=0.0)
-    t = tl.load(t_ptr + key * t_n, mask=there, other=0.0)
-    first = tl.load(first_ptr + key * value_n, mask=there, other=0.0)
-    second = tl.load(second_ptr + key * value_n, mask=there, other=0.0)
-    return cos, sin, t, first, second
+    total = tl.sum(total, axis=0, keep_dims=True)
+    sums /= tl.where(total == 0, 1.0, total)
+    result = (b * KV_HEADS * GROUPS + query_head) * splits + split
+    tl.store(log_sum_ptr + result, greatest + tl.log2(total), mask=of_query)
+    partial_ptr += result * (2 * PAIRS) + dim[:, None]
+    tl.store(partial_ptr, sums, mask=of_query & (dim < 2 * PAIRS)[:, None])
 
 
 @triton.jit(do_not_specialize=["splits"])

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from coca_hf.kernels.decode import PROGRAMS_PER_PROCESSOR, WARPS
 from tests.conftest import output_of
 
 pytestmark = pytest.mark.real
+SHARED = {89: 99 << 10, 90: 227 << 10}  # bytes that a program may have, by CUDA's programming guide
 
 # The kernels are compiled as models launch them, with Triton's own specialisation of the arguments, for
 # a GPU that is pretended.
@@ -52,29 +52,24 @@ class Launch:
             found[f"{self.name} {driver.active.arch}"] = facts(made)
         return launch
 
-def loop(ptx):
-    # the lines from a label that is jumped back to, to that jump
-    lines = ptx.splitlines()
-    labels = {line.strip().split(":")[0]: number for number, line in enumerate(lines) if line.startswith("$")}
-    jumps = [(number, line.split()[-1].strip(";")) for number, line in enumerate(lines) if "bra" in line]
-    return [line for end, label in jumps for line in lines[labels[label] : end]]
-
-def registers(cubin):
+def spilled(cubin):
     with tempfile.NamedTemporaryFile() as file:
         Path(file.name).write_bytes(cubin)
         tool = Path(triton.__path__[0], "backends/nvidia/bin/cuobjdump")
         usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"REG:(\\d+)", usage)[1])
+    return int(re.search(r"LOCAL:(\\d+)", usage)[1])
 
 def facts(made):
     ptx = made.asm["ptx"]
     loads = [line for line in ptx.splitlines() if "ld.global" in line]
     return {
         "shared": made.metadata.shared,
-        "registers": registers(made.asm["cubin"]),
+        "spilled": spilled(made.asm["cubin"]),
         "wide loads": sum("v4" in line for line in loads),
         "narrow loads": sum("v4" not in line for line in loads),
-        "loop barriers": sum("bar.sync" in line for line in loop(ptx)),
+        "copies": [line.split("],")[-1].split(",")[0].strip() for line in ptx.splitlines() if "cp.async.cg" in line],
+        "products on tensor cores": ptx.count("mma.sync"),
+        "layouts changed": made.asm["ttgir"].split("scf.for")[-1].split("scf.yield")[0].count("convert_layout"),
     }
 
 found = {}
@@ -82,6 +77,7 @@ for module in (decode, fold):
     for name in [name for name in vars(module) if name.endswith("_kernel")]:
         setattr(module, name, Launch(getattr(module, name), name))
 b, h, n, d = 2, 32, 300, 128
+decode._gpu = lambda x: (132, SHARED[driver.active.arch])
 query, value, q = torch.zeros(b, h, 1, d), torch.zeros(b, h, n, d), torch.zeros(b, h, n, d)
 t, angle = torch.zeros(b, h, n, d // 2), torch.zeros(b, 1, n, d // 2)
 query, value, q, t, angle = (x.bfloat16() for x in (query, value, q, t, angle))
@@ -94,14 +90,14 @@ for arch, strict in ((89, True), (90, False)):
     fold._fold_backward(grad, key[:, :8], q, t[:, :8], angle, angle, strict, 16, strict)
 print(json.dumps(found))
 """
-REGISTERS = 64 << 10  # of a processor
-SHARED = {89: 99 << 10, 90: 227 << 10}  # bytes that a program may have, by CUDA's programming guide
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     environment = {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    printed = output_of(sys.executable, "-c", COMPILE, TRITON_INTERPRET="0", **environment)
+    printed = output_of(
+        sys.executable, "-c", f"{SHARED = }" + COMPILE, TRITON_INTERPRET="0", **environment
+    )
     return json.loads(printed.splitlines()[-1])
 
 
@@ -109,26 +105,19 @@ def found(tmp_path_factory):
 def test_every_kernel_compiles_and_fits(found, arch):
     of_arch = [one for name, one in found.items() if f" {arch}" in name]
     assert len(of_arch) == 4
-    assert all(one["shared"] <= SHARED[arch] for one in of_arch)
+    assert all(one["shared"] <= SHARED[arch] and one["spilled"] == 0 for one in of_arch)
 
 
 def test_the_fold_reads_16_bytes_at_a_time(found):
     assert all(one["narrow loads"] == 0 for name, one in found.items() if name.startswith("_fold"))
 
 
-def test_decoding_reads_16_bytes_at_a_time(found):
-    # of a thread, before the loop and in it: t and the halves of values, for two heads; cos and sin;
-    # the halves of two queries. The mask has a byte a key
-    loads = 2 * (3 * 2 + 2) + 2 * 2
+def test_decoding_copies_16_bytes_at_a_time_and_multiplies_on_tensor_cores(found):
     masked, without = found["_split_kernel 89"], found["_split_kernel 90"]
-    assert (masked["wide loads"], masked["narrow loads"]) == (loads, 1)
-    assert (without["wide loads"], without["narrow loads"]) == (loads, 0)
-
-
-def test_decoding_has_no_barrier_in_its_loop_and_as_many_programs_at_once_as_it_counts_on(found):
-    for name, one in found.items():
-        if name.startswith("_split"):
-            assert one["loop barriers"] == 0
-            masked = name.endswith("89")  # the mask takes the registers of one program
-            threads = (PROGRAMS_PER_PROCESSOR - masked) * WARPS * 32
-            assert one["registers"] * threads <= REGISTERS
+    for one in (masked, without):
+        assert set(one["copies"]) == {"0x10"}
+        assert one["products on tensor cores"] > 0
+        assert one["layouts changed"] == 0
+    # the halves of the queries; a byte of the mask for each row of a product that a thread has
+    assert (masked["wide loads"], masked["narrow loads"]) == (0, 2 + 4)
+    assert (without["wide loads"], without["narrow loads"]) == (0, 2)
