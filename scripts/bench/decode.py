@@ -239,11 +239,11 @@ def step(length: int, batch: int, options) -> list[dict]:
 
 
 TUNED = {  # constants of coca_hf/kernels/decode.py
-    "HEADS": (1, 2, 4),
-    "TILE": (2048, 4096, 8192),
+    "HEADS": (1, 2),
+    "TILE": (4096, 8192),
     "STAGES": (2, 3, 4),
     "WARPS": (4, 8),
-    "PROGRAMS_PER_PROCESSOR": (1, 2, 3),
+    "PROGRAMS_PER_PROCESSOR": (1, 2),
 }
 
 

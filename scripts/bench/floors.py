@@ -43,6 +43,7 @@ class Shape(NamedTuple):
 
 
 LLAMA_7B = Shape(4096, 11008, 32, 32, 32, 32000)
+LLAMA_3_8B = Shape(4096, 14336, 32, 32, 8, 128256)
 M350 = Shape(1024, 2736, 24, 16, 16, 50277)
 SMOLLM2 = Shape(576, 1536, 30, 9, 3, 49152)
 
@@ -123,13 +124,16 @@ def rows(results: Path) -> list[Row]:
         what, file = f"prefill, 7B, {length // 1024}k", "prefill.json"
         add(what, "HF LLaMA", ">= 1.03x", floors, file, "CoCA slack", length=length)
 
-    for length, batch in itertools.product((8192, 32768, 131072), (1, 8, 32)):
-        caches = [batch * decode_bytes(LLAMA_7B, length, coca) for coca in (False, True)]
+    decoded = [(LLAMA_7B, "7B", "decode.json", n) for n in (8192, 32768, 131072)]
+    decoded.append((LLAMA_3_8B, "llama-3-8b", "decode-gqa.json", 32768))
+    for (shape, name, file, length), batch in itertools.product(decoded, (1, 8, 32)):
+        caches = [batch * decode_bytes(shape, length, coca) for coca in (False, True)]
         floors = [floor(num_bytes, 0) for num_bytes in caches]
-        what = f"decode attention, 7B layer, {length // 1024}k, batch {batch}"
-        goal, where = ">= 1.25x" if length == 32768 else "", {"length": length, "batch": batch}
+        what = f"decode attention, {name} layer, {length // 1024}k, batch {batch}"
+        goal = ">= 1.25x" if (shape, length) == (LLAMA_7B, 32768) else ""
+        where = {"length": length, "batch": batch}
         against, rival = "fastest of HF LLaMA's", "CoCA slack fused"
-        add(what, against, goal, floors, "decode.json", rival, **where)
+        add(what, against, goal, floors, file, rival, **where)
 
     length, layers = 32768, 8
     whole = [
