@@ -164,6 +164,8 @@ def _split_kernel(
     greatest = tl.full((1, COLUMNS), float("-inf"), tl.float32)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     sums = tl.zeros((2 * BLOCK_PAIRS, COLUMNS), tl.float32)
+    if MASKED:
+        unmasked = tl.load(mask_ptr, mask=(slot < end - begin)[:, None], other=0)
     for start in tl.range(0, end - begin, KEYS, num_stages=STAGES):
         left = end - begin - start
         angle_there = (of_angle < left)[:, None] & (pair < PAIRS)[None, :]
@@ -174,8 +176,12 @@ def _split_kernel(
         value_there = (slot < left)[None, :] & (dim < 2 * PAIRS)[:, None]
         value = tl.load(value_ptr, mask=value_there, other=0.0)
         allowed = (slot < left)[:, None]
-        if MASKED:
-            allowed &= tl.load(mask_ptr, mask=allowed, other=0) != 0
+        if (
+            MASKED
+        ):  # Triton copies nothing as narrow ahead of its use, so the next block's is loaded here
+            allowed &= unmasked != 0
+            mask_ptr += KEYS * mask_n
+            unmasked = tl.load(mask_ptr, mask=(slot < left - KEYS)[:, None], other=0)
 
         t_cos = (t * cos.broadcast_to(HEADS, KEYS, BLOCK_PAIRS).reshape(ROWS, BLOCK_PAIRS)).to(
             dtype
@@ -198,7 +204,6 @@ def _split_kernel(
         value_ptr += KEYS * value_n
         cos_ptr += KEYS * cos_n
         sin_ptr += KEYS * sin_n
-        mask_ptr += KEYS * mask_n
 
     total = tl.sum(total, axis=0, keep_dims=True)
     sums /= tl.where(total == 0, 1.0, total)

@@ -38,6 +38,7 @@ from coca_hf.convert import calibration, layer_pairs
 aten = torch.ops.aten
 # PyTorch has none for the meta device; it allocates nothing
 torch.library.impl("aten::_fused_adam_.tensor_lr", "Meta", lambda *args, **kwargs: None)
+STORAGES = ("gpu", "cpu")
 BLOCK_BYTES = 512  # CUDA's allocator gives whole ones
 
 
@@ -57,16 +58,18 @@ def main() -> None:
         make_source(folder / "source", LlamaConfig(**shape, max_position_embeddings=2048))
         byte_tokenizer().save_pretrained(folder / "source")
         write_text(folder / "text.jsonl", 4 * tokens)
-        rows = [measure(folder, tokens, block, storage) for storage in ("gpu", "cpu")]
-    result = {"task": "calibrate-memory", "shape": name, "layers": layers}
-    result |= {"block": block, "rows": rows}
+        result = {"task": "calibrate-memory", "shape": name, "layers": layers, "block": block}
+        rows = result["rows"] = [measured(folder, tokens, block, where) for where in STORAGES]
+        write(result, options.out)
+        for row in rows:
+            project(row, folder, tokens, block)
+            write(result, options.out)
     columns = {"tokens": "tokens", "text on": "storage"}
     columns |= {f"{what}, GB": (f"{what}_bytes", 1e-9) for what in ("projected", "measured")}
     show(f"Calibration's memory on a GPU, {name}", columns, rows)
     for row in rows:
         terms = ", ".join(f"{where} {size / 1e9:.3g}" for where, size in row["at_peak"].items())
         print(f"{row['tokens']:,} tokens, text on the {row['storage']}: {terms}")
-    write(result, options.out)
 
 
 def write_text(file: Path, num_characters: int) -> None:
@@ -77,26 +80,27 @@ def write_text(file: Path, num_characters: int) -> None:
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
 
 
-def measure(folder: Path, tokens: int, block: int, storage: str) -> dict:
-    """A row; storage: `gpu` or `cpu`, where lies what a layer makes of the text."""
-    gpu = PretendedGpu()
-    with gpu.pretended():
-        convert(folder, tokens, block, "meta", storage)
-    row = {
-        "tokens": 2 * tokens,  # with repeated passages
-        "storage": storage,
-        "projected_bytes": sum(gpu.at_peak.values()),
-        "at_peak": {where: size for where, size in gpu.at_peak.most_common() if size},
-        "measured_bytes": None,
-    }
+def measured(folder: Path, tokens: int, block: int, storage: str) -> dict:
+    """A row; storage: where lies what a layer makes of the text."""
+    row = {"tokens": 2 * tokens, "storage": storage}  # with repeated passages
     if DEVICE == "cuda":
         clear()
         torch.cuda.reset_peak_memory_stats()
         convert(folder, tokens, block, "cuda", storage)
         row["measured_bytes"] = torch.cuda.max_memory_allocated()
         row["reserved_bytes"] = torch.cuda.max_memory_reserved()
-        row["error"] = row["projected_bytes"] / row["measured_bytes"] - 1
     return row
+
+
+def project(row: dict, folder: Path, tokens: int, block: int) -> None:
+    """Add the projection to a row."""
+    gpu = PretendedGpu()
+    with gpu.pretended():
+        convert(folder, tokens, block, "meta", row["storage"])
+    row["projected_bytes"] = sum(gpu.at_peak.values())
+    row["at_peak"] = {where: size for where, size in gpu.at_peak.most_common() if size}
+    if "measured_bytes" in row:
+        row["error"] = row["projected_bytes"] / row["measured_bytes"] - 1
 
 
 def convert(folder: Path, tokens: int, block: int, device: str, storage: str) -> None:
