@@ -2,9 +2,9 @@
 
     fold          query and key from q and t, by one Triton kernel on a GPU, otherwise by
                   `models.attention.plain_fold`
-    attention     `attn_implementation="coca"`: `sdpa`, except that a new token attends to the
-                  half-width cache, by a Triton kernel on a GPU, otherwise to keys computed from it,
-                  for all heads that share them at once
+    attention     `attn_implementation="coca"`, the default where PyTorch is built for GPUs: `sdpa`,
+                  except that a new token attends to the half-width cache, by a Triton kernel on a
+                  GPU, otherwise to keys computed from it, for all heads that share them at once
 
 Checkpoints that load without coca_hf run the plain functions. Letters: see `models/attention.py`.
 """
@@ -21,13 +21,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from coca_hf.models.attention import FOLDS
+from coca_hf.models.decoder import CocaPreTrainedModel
 
 DECODERS: dict[str, Callable] = {}  # type of device -> `decode.decode_attention`
 
 
 def register() -> None:
     """Register the attention `coca` with transformers and, if PyTorch is built for GPUs, the
-    kernels with the models.
+    kernels with the models, which then use it by default.
 
     This does not ask whether there is a GPU: asking would start its driver, and processes that are
     forked later could not use it.
@@ -40,6 +41,7 @@ def register() -> None:
 
         FOLDS["cuda"] = fused_fold
         DECODERS["cuda"] = decode_attention
+        CocaPreTrainedModel.default_attention = "coca"
 
 
 def coca_attention_forward(

@@ -16,6 +16,8 @@ rounded one and what rounding left, because products round only t cos, t sin and
 sums are in fp32. Letters: see `models/attention.py`.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -54,7 +56,7 @@ def decode_attention(
     groups = heads // kv_heads
     block_pairs = max(16, triton.next_power_of_2(pairs))
     together = HEADS if kv_heads % HEADS == 0 and groups * HEADS <= COLUMNS else 1
-    processors, shared_memory = _gpu(query)
+    processors, shared_memory = _gpu(query.device)
     keys = _keys(together, block_pairs, t.element_size(), shared_memory)
     chunks = kv_heads // together * triton.cdiv(groups, COLUMNS // together)
     blocks = triton.cdiv(length, keys)
@@ -106,11 +108,12 @@ def _keys(heads: int, block_pairs: int, num_bytes: int, shared_memory: int) -> i
     return keys
 
 
-def _gpu(x: Tensor) -> tuple[int, int]:
+@functools.cache  # to ask takes longer than to attend
+def _gpu(device: torch.device) -> tuple[int, int]:
     """Its processors, and the bytes of shared memory that a program may have."""
-    if not x.is_cuda:  # Triton's interpreter
+    if device.type == "cpu":  # Triton's interpreter
         return 2, 227 << 10
-    found = triton.runtime.driver.active.utils.get_device_properties(x.device.index)
+    found = triton.runtime.driver.active.utils.get_device_properties(device.index)
     return found["multiprocessor_count"], found["max_shared_mem"]
 
 

@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -296,6 +296,15 @@ class CocaDecoderLayer(LlamaDecoderLayer):
 class CocaPreTrainedModel(PushesItsCard, LlamaPreTrainedModel):
     config: CocaConfig
     _can_record_outputs = {"hidden_states": GradientCheckpointingLayer, "attentions": CocaAttention}
+    default_attention: ClassVar[str | None] = None  # coca_hf.kernels sets it if they are for GPUs
+
+    def get_correct_attn_implementation(
+        self, requested_attention: str | None, is_init_check: bool = False
+    ) -> str:
+        """The attention to use: `default_attention` if none is requested."""
+        return super().get_correct_attn_implementation(
+            requested_attention or self.default_attention, is_init_check
+        )
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):

@@ -242,9 +242,9 @@ class StageOptions(StrictMapping):
     held_out_steps: steps between measurements of the held-out loss; 0: only before and after the
     stage. max_bad_steps: this many bad steps in a row end the run; fewer are skipped. A step is bad
     if its loss or gradient is not a number, unless fp16 scaled it too high, or if its loss is above
-    spike_factor times the running mean. attn_implementation: as `from_pretrained` takes it.
-    fused_cross_entropy: never hold the logits of all tokens, at the cost of one more product with
-    the head. context_parallel_size: GPUs that share a block.
+    spike_factor times the running mean. attn_implementation: as `from_pretrained` takes it; sdpa
+    by default if GPUs share a block. fused_cross_entropy: never hold the logits of all tokens, at
+    the cost of one more product with the head. context_parallel_size: GPUs that share a block.
     """
 
     global_batch_size: int | None = Field(default=None, ge=1, lt=2**31)
@@ -384,6 +384,8 @@ class Recipe(StrictMapping):
     def own_options(self, stage: Stage) -> StageOptions:
         given = {**self.training, **stage.training}
         own = {key: value for key, value in given.items() if key in StageOptions.model_fields}
+        if own.get("context_parallel_size", 1) != 1:
+            own.setdefault("attn_implementation", "sdpa")
         return StageOptions(**own)
 
     @property
@@ -595,8 +597,8 @@ def check_stage(stage: Stage, options: StageOptions, data: Data) -> None:
         cause = "objective distill" if stage.needs_teacher else "answer_weight"
         refuse(f"fused_cross_entropy with {cause}, which needs the logits")
     if (sharing := options.context_parallel_size) > 1:
-        given, attention = f"context_parallel_size {sharing}", options.attn_implementation or "sdpa"
-        if attention != "sdpa":
+        given = f"context_parallel_size {sharing}"
+        if (attention := options.attn_implementation) != "sdpa":
             refuse(f"{given} with attn_implementation {attention}, expected sdpa")
         if stage.needs_teacher or stage.answer_weight:
             objective = ", ".join(stage.objective)

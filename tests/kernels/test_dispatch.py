@@ -4,9 +4,11 @@ import sys
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from coca_hf import kernels
 from coca_hf.models.attention import FOLDS
+from coca_hf.models.decoder import CocaPreTrainedModel
 from tests.conftest import output_of
 from tests.models.families import tiny_model, tokens
 
@@ -20,12 +22,19 @@ def test_the_attention_coca_trains_as_sdpa_does():
     assert torch.equal(*gradients)
 
 
+def loaded(folder, attention):
+    """The attention of a model that was saved with another and is loaded with this one."""
+    tiny_model(attn_implementation="eager").save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
+    return model.config._attn_implementation
+
+
 @pytest.mark.parametrize(
     ("cuda", "triton", "chosen"),
     [("13.0", True, True), ("13.0", False, False), (None, True, False)],
 )
 def test_kernels_are_chosen_where_pytorch_is_built_for_gpus_and_triton_is_there(
-    cuda, triton, chosen, monkeypatch
+    cuda, triton, chosen, monkeypatch, tmp_path
 ):
     pytest.importorskip("triton")
     for table in (FOLDS, kernels.DECODERS):
@@ -34,9 +43,12 @@ def test_kernels_are_chosen_where_pytorch_is_built_for_gpus_and_triton_is_there(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(kernels, "find_spec", lambda name: triton or None)
+    monkeypatch.setattr(CocaPreTrainedModel, "default_attention", None)
     try:
         kernels.register()
         assert ("cuda" in FOLDS, "cuda" in kernels.DECODERS) == (chosen, chosen)
+        used = [loaded(tmp_path, attention) for attention in (None, "sdpa", "eager")]
+        assert used == ["coca" if chosen else "sdpa", "sdpa", "eager"]
     finally:
         if not torch.cuda.is_available():
             FOLDS.pop("cuda", None), kernels.DECODERS.pop("cuda", None)

@@ -77,7 +77,7 @@ for module in (decode, fold):
     for name in [name for name in vars(module) if name.endswith("_kernel")]:
         setattr(module, name, Launch(getattr(module, name), name))
 b, h, n, d = 2, 32, 300, 128
-decode._gpu = lambda x: (132, SHARED[driver.active.arch])
+decode._gpu = lambda device: (132, SHARED[driver.active.arch])
 query, value, q = torch.zeros(b, h, 1, d), torch.zeros(b, h, n, d), torch.zeros(b, h, n, d)
 t, angle = torch.zeros(b, h, n, d // 2), torch.zeros(b, 1, n, d // 2)
 query, value, q, t, angle = (x.bfloat16() for x in (query, value, q, t, angle))
