@@ -108,7 +108,7 @@ def _keys(heads: int, block_pairs: int, num_bytes: int, shared_memory: int) -> i
     return keys
 
 
-@functools.cache  # to ask takes longer than to attend
+@functools.cache  # ask the driver once, not for every layer and token
 def _gpu(device: torch.device) -> tuple[int, int]:
     """Its processors, and the bytes of shared memory that a program may have."""
     if device.type == "cpu":  # Triton's interpreter
