@@ -116,9 +116,11 @@ def attention(length: int, batch: int, options) -> list[dict]:
     rivals["CoCA slack plain"] = plain
     if DEVICE in DECODERS:
         fused = DECODERS[DEVICE]
-        rivals["CoCA slack fused"] = lambda i: fused(
-            q[i], t[i], v[i], cos[i], sin[i], None, scaling, strict=False
-        )
+        mask = torch.ones(batch, 1, 1, length, dtype=torch.bool, device=DEVICE)
+        for name, given in (("fused", None), ("fused, masked", mask)):
+            rivals[f"CoCA slack {name}"] = lambda i, given=given: fused(
+                q[i], t[i], v[i], cos[i], sin[i], given, scaling, strict=False
+            )
     errors = {
         name: decode_error(name, rival, (q, k, t, v, cos, sin), options)
         for name, rival in rivals.items()
