@@ -158,7 +158,7 @@ class ModelOptions:
         """Make the rows of a run, on all processes of `accelerate launch`, and print them.
 
         The model runs here: `yielded` measures as it is read. Returns the rows in the main process,
-        none in others.
+        none in others. Ends the command with status 1 if no row has a value.
         new_tokens: of an answer, for the warning that RoPE settings do not reach the lengths.
         """
         from coca_hf.evaluate.loaded_model import beyond_trained_warning, processes
@@ -179,6 +179,8 @@ class ModelOptions:
             if note := made_otherwise(rows):
                 console.print(f"note: {note}", style="yellow")
         processes().destroy_process_group()
+        if is_main and all(row["value"] is None for row in rows):
+            raise typer.Exit(1)  # the table says why
         return rows if is_main else []
 
 

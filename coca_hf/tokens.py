@@ -56,8 +56,8 @@ class Encoder:
         tokens: list[int] = []
         for piece, ids in zip(pieces, encoded["input_ids"], strict=True):
             tokens += begun(ids, self._before) if piece.begins else ids
-            if piece.ends:  # a text that itself ends with eos gets no second one
-                tokens += self._after[1:] if ids[-1:] == self._after[:1] else self._after
+            if piece.ends:
+                tokens += self._after[1:] if self._is_ended(piece.text, ids) else self._after
         if (largest := max(tokens, default=0)) >= self.vocab_size:
             raise CocaError(
                 f"{self.tokenizer.name_or_path}: got token {largest} "
@@ -66,6 +66,10 @@ class Encoder:
                 "unless the tokenizer belongs to another model"
             )
         return torch.tensor(tokens)
+
+    def _is_ended(self, text: str, ids: list[int]) -> bool:
+        """Whether a text itself ends with eos; chat templates often put a new line after it."""
+        return ids[-1:] == self._after[:1] or text.rstrip().endswith(self.tokenizer.eos_token)
 
     def document(self, text: str) -> Tensor:
         """The tokens of a whole document, (tokens,), int64."""

@@ -1,7 +1,7 @@
 """Make a model in memory a CoCA model, and back: `patch_`, `unpatch_`."""
 
 import copy
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Literal, NoReturn
 
 import torch
@@ -110,12 +110,7 @@ def patch_(
     coca.model.rotary_emb = CocaRotaryEmbedding(config).to(model.device)
     if model.can_generate():
         coca.generation_config = model.generation_config
-    coca.train(model.training)
-    checkpointing = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
-    if checkpointing:
-        coca._set_gradient_checkpointing(True, checkpointing[0]._gradient_checkpointing_func)
-    if hasattr(model, "_require_grads_hook"):
-        coca.enable_input_require_grads()
+    _set_mode(coca, *_mode(model))
     original = (type(model), model.__dict__, _parts(coca)) if keep_original else None
     model.__class__, model.__dict__ = type(coca), coca.__dict__
     model.__dict__[ORIGINAL] = original
@@ -142,7 +137,7 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
         )
     *original, parts = model.__dict__[ORIGINAL]
     is_replaced = _parts(model) != parts
-    training, vocab_size = model.training, model.config.vocab_size
+    mode, vocab_size = _mode(model), model.config.vocab_size
     head = getattr(model.get_output_embeddings(), "weight", None)  # classifiers have none
     coca = type(model), model.__dict__
     model.__class__, model.__dict__ = original
@@ -158,7 +153,26 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
     if problem:
         model.__class__, model.__dict__ = coca
         raise CocaError(f"unpatch_: got {problem}")
-    return model.train(training)
+    _set_mode(model, *mode)
+    return model
+
+
+def _mode(model: PreTrainedModel) -> tuple[bool, Callable | None, bool]:
+    """Whether the model trains, the function by which it checkpoints activations, if it does, and
+    whether its inputs require gradients.
+    """
+    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    function = layers[0]._gradient_checkpointing_func if layers else None
+    return model.training, function, hasattr(model, "_require_grads_hook")
+
+
+def _set_mode(
+    model: PreTrainedModel, training: bool, checkpointing: Callable | None, input_gradients: bool
+) -> None:
+    model.train(training)
+    model._set_gradient_checkpointing(checkpointing is not None, checkpointing)
+    if input_gradients:
+        model.enable_input_require_grads()
 
 
 def _parts(model: PreTrainedModel) -> tuple[dict[str, type], dict[torch.nn.Parameter, str]]:

@@ -22,6 +22,7 @@ from coca_hf.report.recovery import read_recovery, recovery
 TITLE = "Evaluation"
 PAPER = json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
 PUBLISHED = tuple(PAPER["perplexity"])  # the names that --paper takes
+MADE = "How each number was made"  # the last section of every page
 LITTLE_TRAINING = 1_000_000_000  # tokens; the paper trained on 7.5 billion in each stage
 
 
@@ -35,12 +36,16 @@ def write_report(
     paper: names of published curves to show, of `PUBLISHED`. title: of the page. Returns the path
     of `report.html`. Every file replaces its predecessor atomically, the HTML last.
 
-    Raises CocaError if a directory has no rows, a line is not a row, a name is unknown, or the page
-    cannot be written.
+    Raises CocaError if a directory has no rows, a line is not a row, a name is unknown, the page
+    cannot be written, or a file of its name there is no such page.
     """
     page = read_page(runs, paper, title)
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
+        for file in (out_dir / "report.md", out_dir / "report.html"):
+            if file.exists() and MADE not in file.read_text(encoding="utf-8", errors="replace"):
+                problem = "is there and was not made by coca-eval report"
+                raise CocaError(f"{file}: {problem}; move it, or choose another --out")
         for figure in page.figures():
             drawn = draw(figure.drawing, 9, max(4.5, figure.height * 1.4), True)
             with replacing(out_dir / f"{figure.name}.png") as unfinished:
@@ -230,7 +235,7 @@ def _how_made(tables: Sequence[Table]) -> Section:
     commands = dict.fromkeys(row["command"] for row in rows)
     paths = dict.fromkeys(f"{row['model']}: {row['model_path']}" for row in rows)
     parts.append(Fold("Commands and paths", [Code("\n".join(commands)), Bullets([*paths])]))
-    return Section("How each number was made", [*parts])
+    return Section(MADE, [*parts])
 
 
 def _surroundings(row: dict) -> str:

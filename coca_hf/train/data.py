@@ -338,7 +338,7 @@ class Corpus:
                 source |= {"path": None, "files": list(files.items())}
         small = "uint16" if max(self.tokenizer.get_vocab().values()) < 2**16 else "uint32"
         return {
-            "format": 12,
+            "format": 13,
             "sources": described,
             "tokenizer": tokenizer_hash(self.tokenizer),
             "dtypes": ["uint32" if source.synthetic else small for source in self.data.sources],

@@ -1,6 +1,7 @@
 """A model in memory becomes CoCA in place, and nothing else changes."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -210,6 +212,17 @@ def test_gradient_checkpointing_and_inputs_that_require_gradients_stay_on(model)
     assert model.model.layers[0].self_attn.t_proj.weight.grad.abs().max() > 0
     model.disable_input_require_grads()
     assert not model.get_input_embeddings()(ids).requires_grad
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_unpatch_keeps_gradient_checkpointing_as_it_is(model, later):
+    function = functools.partial(checkpoint, use_reentrant=False)
+    model._set_gradient_checkpointing(not later, function)
+    patch_(model, keep_original=True)._set_gradient_checkpointing(later, function)
+    layers = unpatch_(model).model.layers
+    assert {layer.gradient_checkpointing for layer in layers} == {later}
+    ids = torch.arange(20)[None]
+    model.train()(ids, labels=ids).loss.backward()
 
 
 @pytest.mark.parametrize("sizes", [[300], [300, 259]])

@@ -1,8 +1,10 @@
+import inspect
 import json
 import os
 import shutil
 
 import pytest
+import torch
 from transformers import LlamaForCausalLM
 
 from coca_hf import provenance
@@ -48,6 +50,22 @@ def test_perplexity_passkey_and_report_follow_each_other(
     assert (code, stdout.strip()) == (0, f"report: {page / 'report.html'}")
     assert "tiny-llama + dynamic:4" in (page / "report.md").read_text()
     assert "<h1>One &amp; tiny</h1>" in (page / "report.html").read_text()
+
+
+@pytest.mark.parametrize(("room", "code"), [(40, 0), (0, 1)])
+def test_the_status_is_one_if_nothing_could_be_measured(perplexity, out, monkeypatch, room, code):
+    forward = LlamaForCausalLM.forward
+
+    def limited(self, input_ids, **kwargs):
+        if input_ids.shape[-1] > room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return forward(self, input_ids, **kwargs)
+
+    limited.__signature__ = inspect.signature(forward)
+    monkeypatch.setattr(LlamaForCausalLM, "forward", limited)
+    found, stdout, _ = perplexity("--lengths 32,50")
+    assert (found, "OOM" in stdout) == (code, True)
+    assert [row["value"] is None for row in rows_in(out)] == [code == 1, True]
 
 
 def test_rows_and_pages_hold_no_absolute_path(tiny_llama_dir, books, tmp_path, out, coca_eval):

@@ -581,6 +581,20 @@ def test_runs_without_rows_are_refused_and_no_page_is_begun(tmp_path, content, m
     assert not (tmp_path / "page").exists()
 
 
+@pytest.mark.parametrize("name", ["report.md", "report.html"])
+def test_a_file_of_yours_is_not_replaced_by_a_page(run, tmp_path, name):
+    rows, page = run(row()), tmp_path / "page"
+    write_report([rows], page)
+    write_report([rows], page)
+    (page / name).write_text("# My report\n")
+    before = {file: file.read_bytes() for file in page.iterdir()}
+    with pytest.raises(CocaError) as error:
+        write_report([rows], page)
+    problem = "is there and was not made by coca-eval report; move it, or choose another --out"
+    assert str(error.value) == f"{page / name}: {problem}"
+    assert {file: file.read_bytes() for file in page.iterdir()} == before
+
+
 @pytest.mark.parametrize(
     "line", [{"document": 0, "tokens": 3}, {"document": 0, "tokens": 3, "nll": None}, None]
 )

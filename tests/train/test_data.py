@@ -70,7 +70,7 @@ def test_the_blocks_are_fixed_by_the_seed(words, digits, corpus, tmp_path):
 class AddsItsOwn:
     """A tokenizer of letters that begins a text with 1 and ends it with its eos token, 2."""
 
-    eos_token_id = 2
+    eos_token_id, eos_token = 2, "\x02"
 
     def __call__(self, text, add_special_tokens=True, **kwargs):
         if isinstance(text, list):
@@ -89,6 +89,11 @@ def test_special_tokens_stand_once_around_a_document_however_many_pieces_it_has(
 def test_a_document_that_has_special_tokens_of_its_own_gets_no_second_ones(begin, end):
     document = tokens.Encoder(AddsItsOwn(), 256).document(f"{begin}a\x01b{end}")
     assert document.tolist() == [1, *map(ord, "a\x01b"), 2]
+
+
+def test_a_new_line_after_the_end_of_a_rendered_chat_is_no_reason_for_a_second_one():
+    document = tokens.Encoder(AddsItsOwn(), 256).document("\x01a\x02b\x02\n")
+    assert document.tolist() == [1, *map(ord, "a\x02b\x02\n")]
 
 
 def test_a_document_larger_than_a_dozen_novels_is_named_once_and_trained_on_in_pieces(
