@@ -181,17 +181,14 @@ def _split_kernel(
         allowed = (slot < left)[:, None]
         if (
             MASKED
-        ):  # Triton copies nothing as narrow ahead of its use, so the next block's is loaded here
+        ):  # Triton copies nothing as narrow ahead of its use: the next block's is loaded here
             allowed &= unmasked != 0
             mask_ptr += KEYS * mask_n
             unmasked = tl.load(mask_ptr, mask=(slot < left - KEYS)[:, None], other=0)
 
-        t_cos = (t * cos.broadcast_to(HEADS, KEYS, BLOCK_PAIRS).reshape(ROWS, BLOCK_PAIRS)).to(
-            dtype
-        )
-        t_sin = (t * sin.broadcast_to(HEADS, KEYS, BLOCK_PAIRS).reshape(ROWS, BLOCK_PAIRS)).to(
-            dtype
-        )
+        cos = cos.broadcast_to(HEADS, KEYS, BLOCK_PAIRS).reshape(ROWS, BLOCK_PAIRS)
+        sin = sin.broadcast_to(HEADS, KEYS, BLOCK_PAIRS).reshape(ROWS, BLOCK_PAIRS)
+        t_cos, t_sin = (t * cos).to(dtype), (t * sin).to(dtype)
         scores = tl.dot(t_cos, rounded_cos, input_precision="ieee")
         scores = tl.dot(t_sin, rounded_sin, scores, input_precision="ieee")
         scores = tl.dot(t_cos, rest_cos, scores, input_precision="ieee")
