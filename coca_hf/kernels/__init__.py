@@ -2,9 +2,10 @@
 
     fold          query and key from q and t, by one Triton kernel on a GPU, otherwise by
                   `models.attention.plain_fold`
-    attention     `attn_implementation="coca"`, the default where PyTorch is built for GPUs: `sdpa`,
-                  except that a new token attends to the half-width cache, by a Triton kernel on a
-                  GPU, otherwise to keys computed from it, for all heads that share them at once
+    attention     `attn_implementation="coca"`, the default where PyTorch is built for CUDA: `sdpa`,
+                  except that a new token attends to the half-width cache, by a Triton kernel on an
+                  NVIDIA GPU, otherwise to keys computed from it, for all heads that share them at
+                  once
 
 Checkpoints that load without coca_hf run the plain functions. Letters: see `models/attention.py`.
 """
@@ -36,10 +37,12 @@ def register() -> None:
     AttentionInterface.register("coca", coca_attention_forward)
     AttentionMaskInterface.register("coca", sdpa_mask)
     if (torch.version.cuda or torch.version.hip) and find_spec("triton"):
-        from coca_hf.kernels.decode import decode_attention
         from coca_hf.kernels.fold import fused_fold
 
         FOLDS["cuda"] = fused_fold
+    if torch.version.cuda and find_spec("triton"):  # Triton compiles it badly for AMD's processors
+        from coca_hf.kernels.decode import decode_attention
+
         DECODERS["cuda"] = decode_attention
         CocaPreTrainedModel.default_attention = "coca"
 

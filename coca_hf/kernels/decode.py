@@ -49,7 +49,8 @@ def decode_attention(
 
     query: (b, h, 1, d), folded; t: (b, g, n, j), after its ReLU; value: (b, g, n, d);
     cos, sin: (b or 1, 1, n, j); mask: (b or 1, 1, 1, n), True where attention is allowed, or None.
-    All may have any strides, in fp16, bf16 or fp32.
+    All may have any strides, in fp16 or bf16, and angles in fp32, too. All in fp32, heads of more
+    than 128 dimensions may not fit into the GPU's shared memory.
     """
     batch, heads, _, head_dim = query.shape
     kv_heads, length, pairs = t.shape[1:]
@@ -57,7 +58,7 @@ def decode_attention(
     block_pairs = max(16, triton.next_power_of_2(pairs))
     together = HEADS if kv_heads % HEADS == 0 and groups * HEADS <= COLUMNS else 1
     processors, shared_memory = _gpu(query.device)
-    keys = _keys(together, block_pairs, t.element_size(), shared_memory)
+    keys = _keys(together, block_pairs, value.element_size(), cos.element_size(), shared_memory)
     chunks = kv_heads // together * triton.cdiv(groups, COLUMNS // together)
     blocks = triton.cdiv(length, keys)
     splits = _splits(blocks, batch * chunks, PROGRAMS_PER_PROCESSOR * processors)
@@ -99,11 +100,15 @@ def _splits(blocks: int, rows: int, slots: int) -> int:
     return next(n for n, share in zip(choices, busy, strict=True) if share > 0.95 * max(busy))
 
 
-def _keys(heads: int, block_pairs: int, num_bytes: int, shared_memory: int) -> int:
-    """Keys of a block, of numbers of `num_bytes`: as many as TILE allows and fit into shared memory."""
+def _keys(heads: int, block_pairs: int, width: int, angle_width: int, shared_memory: int) -> int:
+    """Keys of a block: as many as TILE allows and fit into shared memory.
+
+    width: bytes of a number of t and of values; angle_width: of an angle, which autocast leaves in fp32.
+    """
     keys = TILE // block_pairs // heads
-    of_key = (3 * heads + 2) * block_pairs * num_bytes  # t and values of each head, and the angles
-    while keys * of_key * (STAGES - 1) > 0.9 * shared_memory:
+    of_key = (3 * heads * width + 2 * angle_width) * block_pairs
+    blocks = STAGES - 1 if width == 2 else STAGES  # products of fp32 are not made in registers
+    while keys > 16 and keys * of_key * blocks > 0.9 * shared_memory:  # fewer cannot be multiplied
         keys //= 2
     return keys
 
@@ -143,8 +148,8 @@ def _split_kernel(
     query_head = (first_head + column // of_head) * GROUPS + group
     query_ptr += b * query_b + query_head * query_h + pair[:, None] * query_d
     of_pair = of_query & (pair < PAIRS)[:, None]
-    with_cos = tl.load(query_ptr, mask=of_pair, other=0.0).to(tl.float32) * scale
-    with_sin = tl.load(query_ptr + PAIRS * query_d, mask=of_pair, other=0.0).to(tl.float32) * scale
+    with_cos = tl.load(query_ptr, mask=of_pair, other=0.0).to(tl.float32)
+    with_sin = tl.load(query_ptr + PAIRS * query_d, mask=of_pair, other=0.0).to(tl.float32)
     if not STRICT:
         with_cos, with_sin = with_cos + with_sin, with_sin - with_cos
     rounded_cos, rounded_sin = with_cos.to(dtype), with_sin.to(dtype)
@@ -193,7 +198,8 @@ def _split_kernel(
         scores = tl.dot(t_sin, rounded_sin, scores, input_precision="ieee")
         scores = tl.dot(t_cos, rest_cos, scores, input_precision="ieee")
         scores = tl.dot(t_sin, rest_sin, scores, input_precision="ieee")
-        scores = tl.where(allowed & own_head, scores, float("-inf"))
+        # fp16 has room for a query, but not for one that is scaled
+        scores = tl.where(allowed & own_head, scores * scale, float("-inf"))
         above = tl.maximum(greatest, tl.max(scores, axis=0, keep_dims=True))
         origin = tl.where(above == float("-inf"), 0.0, above)  # no key is allowed yet
         weights, fade = tl.exp2(scores - origin), tl.exp2(greatest - origin)

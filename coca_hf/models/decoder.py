@@ -500,12 +500,15 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
         self.post_init()
 
     def init_continuous_batching(self, *args, **kwargs):
-        """As transformers'. Raises ValueError for a RoPE type whose angles depend on each
-        sequence's length.
+        """As transformers', by `sdpa` if the attention is `coca`, of which transformers knows nothing.
+
+        Raises ValueError for a RoPE type whose angles depend on each sequence's length.
         """
         rope_type = self.config.rope_parameters["rope_type"]
         if rope_type in LENGTH_DEPENDENT_ROPE_TYPES:
             raise ValueError(one_row_error("continuous batching", rope_type))
+        if self.config._attn_implementation == "coca":
+            self.set_attn_implementation("sdpa")
         return super().init_continuous_batching(*args, **kwargs)
 
     def prepare_inputs_for_generation(

@@ -384,8 +384,8 @@ class Recipe(StrictMapping):
     def own_options(self, stage: Stage) -> StageOptions:
         given = {**self.training, **stage.training}
         own = {key: value for key, value in given.items() if key in StageOptions.model_fields}
-        if own.get("context_parallel_size", 1) != 1:
-            own.setdefault("attn_implementation", "sdpa")
+        if own.get("context_parallel_size", 1) != 1 and own.get("attn_implementation") is None:
+            own["attn_implementation"] = "sdpa"
         return StageOptions(**own)
 
     @property

@@ -32,8 +32,8 @@ def inputs(b, h, g, n, d, dtype=torch.float32, seed=0):
     return [*cache, mask.to(DEVICE)]
 
 
-def check(query, t, value, cos, sin, mask, strict):
-    scaling = query.shape[-1] ** -0.5
+def check(query, t, value, cos, sin, mask, strict, scaling=None):
+    scaling = scaling or query.shape[-1] ** -0.5
     got = decode_attention(query, t, value, cos, sin, mask, scaling, strict)
     key = coca_key(t.double(), cos.double(), sin.double(), "strict" if strict else "slack")
     key, wide = (
@@ -53,6 +53,16 @@ def test_it_is_attention_by_the_keys_that_the_cache_stands_for(dtype, heads):
     *cache, mask = inputs(2, *heads, 37, 24, dtype)
     check(*cache, mask, strict=False)
     check(*cache, None, strict=True)
+
+
+def test_large_queries_and_a_large_scale_do_not_overflow_in_fp16():
+    query, t, *rest, mask = inputs(2, 6, 2, 37, 24, torch.float16)
+    check(300 * query, t / 300 / 256, *rest, mask, strict=False, scaling=256 * 24**-0.5)
+
+
+def test_angles_may_be_wider_as_autocast_leaves_them():
+    query, t, value, cos, sin, mask = inputs(2, 6, 2, 137, 24, torch.bfloat16)
+    check(query, t, value, cos.float(), sin.float(), mask, strict=True)
 
 
 @pytest.mark.gpu

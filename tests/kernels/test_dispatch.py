@@ -30,25 +30,28 @@ def loaded(folder, attention):
 
 
 @pytest.mark.parametrize(
-    ("cuda", "triton", "chosen"),
-    [("13.0", True, True), ("13.0", False, False), (None, True, False)],
+    ("cuda", "hip", "triton", "chosen"),
+    [
+        *(("13.0", None, True, (True, True)), ("13.0", None, False, (False, False))),
+        *((None, None, True, (False, False)), (None, "7.1", True, (True, False))),
+    ],
 )
 def test_kernels_are_chosen_where_pytorch_is_built_for_gpus_and_triton_is_there(
-    cuda, triton, chosen, monkeypatch, tmp_path
+    cuda, hip, triton, chosen, monkeypatch, tmp_path
 ):
     pytest.importorskip("triton")
     for table in (FOLDS, kernels.DECODERS):
         monkeypatch.delitem(table, "cuda", raising=False)
         monkeypatch.setitem(table, "absent", None)  # so that monkeypatch restores the table
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(kernels, "find_spec", lambda name: triton or None)
     monkeypatch.setattr(CocaPreTrainedModel, "default_attention", None)
     try:
         kernels.register()
-        assert ("cuda" in FOLDS, "cuda" in kernels.DECODERS) == (chosen, chosen)
+        assert ("cuda" in FOLDS, "cuda" in kernels.DECODERS) == chosen
         used = [loaded(tmp_path, attention) for attention in (None, "sdpa", "eager")]
-        assert used == ["coca" if chosen else "sdpa", "sdpa", "eager"]
+        assert used == ["coca" if chosen[1] else "sdpa", "sdpa", "eager"]
     finally:
         if not torch.cuda.is_available():
             FOLDS.pop("cuda", None), kernels.DECODERS.pop("cuda", None)

@@ -29,9 +29,9 @@ def test_flex_attention_gives_the_logits_of_eager():
     assert (got - expected)[mask.bool()].abs().max() < 2e-5
 
 
-@pytest.mark.parametrize("constraint", ["slack", "strict"])
-def test_continuous_batching_gives_the_tokens_of_generate(constraint):
-    model = tiny_model(constraint)
+@pytest.mark.parametrize(("constraint", "attention"), [("slack", "coca"), ("strict", "sdpa")])
+def test_continuous_batching_gives_the_tokens_of_generate(constraint, attention):
+    model = tiny_model(constraint, attn_implementation=attention)
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (5, 19, 11)]
     config = GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=-1, pad_token_id=0)
     small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)  # and not all of the memory

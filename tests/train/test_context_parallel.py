@@ -193,7 +193,10 @@ MODELS = {
     "sliding windows": ({}, MistralConfig(**TINY, sliding_window=8)),
     "positions in its mask": ({}, coca_hf.AlibiLlamaConfig(**TINY)),
     "does not find by the name self_attn": ({}, GPTNeoXConfig(num_hidden_layers=2)),
-    "attention with dropout": ({}, coca_hf.CocaLlamaConfig(**TINY, attention_dropout=0.1)),
+    "attention with dropout": (
+        {"attn_implementation": "sdpa"},
+        coca_hf.CocaLlamaConfig(**TINY, attention_dropout=0.1),
+    ),
     "rope_type dynamic of transformers' own": ({}, LlamaConfig(**TINY, rope_parameters=DYNAMIC)),
 }
 

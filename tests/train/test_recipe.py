@@ -177,6 +177,11 @@ BAD_SETTINGS = {  # or several together
     (FUSED, *DISTILL): "got fused_cross_entropy with objective distill, which needs the logits",
     (FUSED, LOOKUPS, "stages.k.answer_weight=1"): "got fused_cross_entropy with answer_weight, wh",
     "training.use_liger_kernel=true": "give fused_cross_entropy: true",
+    (
+        SHARED,
+        "training.attn_implementation=null",
+        *DISTILL,
+    ): "2 with objective distill, expected lm",
     (SHARED, *DISTILL): "context_parallel_size 2 with objective distill, expected lm alone",
     (
         SHARED,
