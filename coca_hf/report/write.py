@@ -164,8 +164,8 @@ def _little_training(rows: list[dict]) -> list[str]:
         return []
     names = ", ".join(f"{model}: {tokens:,}" for (model, _), tokens in little.items())
     paper = (
-        "The paper trained on 7.5 billion tokens in each of three stages; minutes of training show "
-        "the machinery, not the paper's result."
+        "The paper trained on 7.5 billion tokens in each of three stages, and on 100 billion from "
+        "scratch; minutes of training show the machinery, not the paper's result."
     )
     return [f"Little training. Tokens seen: {names}. {paper}"]
 
