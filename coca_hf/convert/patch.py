@@ -110,7 +110,7 @@ def patch_(
     coca.model.rotary_emb = CocaRotaryEmbedding(config).to(model.device)
     if model.can_generate():
         coca.generation_config = model.generation_config
-    _set_mode(coca, *_mode(model))
+    _set_training_state(coca, *_training_state(model))
     original = (type(model), model.__dict__, _parts(coca)) if keep_original else None
     model.__class__, model.__dict__ = type(coca), coca.__dict__
     model.__dict__[ORIGINAL] = original
@@ -137,7 +137,7 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
         )
     *original, parts = model.__dict__[ORIGINAL]
     is_replaced = _parts(model) != parts
-    mode, vocab_size = _mode(model), model.config.vocab_size
+    state, vocab_size = _training_state(model), model.config.vocab_size
     head = getattr(model.get_output_embeddings(), "weight", None)  # classifiers have none
     coca = type(model), model.__dict__
     model.__class__, model.__dict__ = original
@@ -153,11 +153,11 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
     if problem:
         model.__class__, model.__dict__ = coca
         raise CocaError(f"unpatch_: got {problem}")
-    _set_mode(model, *mode)
+    _set_training_state(model, *state)
     return model
 
 
-def _mode(model: PreTrainedModel) -> tuple[bool, Callable | None, bool]:
+def _training_state(model: PreTrainedModel) -> tuple[bool, Callable | None, bool]:
     """Whether the model trains, the function by which it checkpoints activations, if it does, and
     whether its inputs require gradients.
     """
@@ -166,7 +166,7 @@ def _mode(model: PreTrainedModel) -> tuple[bool, Callable | None, bool]:
     return model.training, function, hasattr(model, "_require_grads_hook")
 
 
-def _set_mode(
+def _set_training_state(
     model: PreTrainedModel, training: bool, checkpointing: Callable | None, input_gradients: bool
 ) -> None:
     model.train(training)

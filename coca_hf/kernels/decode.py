@@ -26,7 +26,7 @@ from torch import Tensor
 HEADS = 2  # key/value heads of a program, if there is an even number and few query heads share one
 COLUMNS = 8  # query heads of a program: the fewest that tensor cores multiply by
 TILE = 8192  # numbers of t in a block, at most
-STAGES = 3  # blocks in shared memory, and one more that is being copied
+STAGES = 3  # of Triton's pipeline; one block less is in shared memory
 WARPS = 4
 PROGRAMS_PER_PROCESSOR = 1
 JOINED, JOINED_DIMS = 128, 32  # splits and dimensions that a thread block joins at a time
@@ -184,9 +184,8 @@ def _split_kernel(
         value_there = (slot < left)[None, :] & (dim < 2 * PAIRS)[:, None]
         value = tl.load(value_ptr, mask=value_there, other=0.0)
         allowed = (slot < left)[:, None]
-        if (
-            MASKED
-        ):  # Triton copies nothing as narrow ahead of its use: the next block's is loaded here
+        # Triton copies nothing as narrow as a mask ahead of its use: the next block's is loaded here
+        if MASKED:
             allowed &= unmasked != 0
             mask_ptr += KEYS * mask_n
             unmasked = tl.load(mask_ptr, mask=(slot < left - KEYS)[:, None], other=0)

@@ -296,7 +296,7 @@ class CocaDecoderLayer(LlamaDecoderLayer):
 class CocaPreTrainedModel(PushesItsCard, LlamaPreTrainedModel):
     config: CocaConfig
     _can_record_outputs = {"hidden_states": GradientCheckpointingLayer, "attentions": CocaAttention}
-    default_attention: ClassVar[str | None] = None  # coca_hf.kernels sets it if they are for GPUs
+    default_attention: ClassVar[str | None] = None  # coca_hf.kernels sets it on CUDA builds
 
     def get_correct_attn_implementation(
         self, requested_attention: str | None, is_init_check: bool = False
