@@ -22,6 +22,7 @@ console = PlainConsole(stderr=True, soft_wrap=True)
 # Typer's error for options, arguments and commands that are wrong or do not exist; one line. To
 # import CocaError would import all of coca_hf.
 BadOption: Any = typer.BadParameter.__base__
+INTERRUPTED = 130  # typer's exit code after Ctrl-C
 
 
 def say(text: str) -> None:
@@ -56,7 +57,10 @@ def run(module: str, extra: str) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     try:
         _refuse_empty_words()
-        sys.exit(import_module(module).app(standalone_mode=False) or 0)
+        status = import_module(module).app(standalone_mode=False) or 0
+        if status == INTERRUPTED and extra != "train":  # which says more
+            console.print("interrupted; the same command continues")
+        sys.exit(status)
     except BadOption as error:
         message = _of_option(error)
     except ValueError as error:

@@ -201,8 +201,9 @@ def names_of(files: list[Path]) -> list[str]:
 
 
 def _suffix(file: Path) -> str:
-    """The file's suffix among SUFFIXES, or ""."""
-    return max((suffix for suffix in SUFFIXES if file.name.endswith(suffix)), key=len, default="")
+    """The file's suffix among SUFFIXES, in lower case, or ""."""
+    name = file.name.lower()
+    return max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default="")
 
 
 def _read_file(file: Path, name: str, column: str) -> Iterator[tuple[str, str, Any]]:
@@ -233,9 +234,9 @@ def _whole_text(file: Path, column: str) -> Iterator[dict[str, str]]:
 
 def _open(file: Path) -> io.BufferedIOBase:
     """The file's bytes, decompressed by suffix. One that was cut off is an error while it is read."""
-    if file.suffix == ".gz":
+    if _suffix(file).endswith(".gz"):
         return gzip.open(file)
-    if file.suffix == ".zst":
+    if _suffix(file).endswith(".zst"):
         from pyarrow import input_stream
 
         return io.BufferedReader(input_stream(str(file), compression="zstd"))

@@ -8,6 +8,8 @@ from importlib.metadata import entry_points
 
 import pytest
 
+from coca_cli import main
+
 SLOW = ("torch", "transformers", "datasets", "matplotlib", "coca_hf")
 PERPLEXITY = "coca-eval perplexity a --lengths 8 --out b"
 COPYING = "coca-eval copying a --lengths 8 --out b"
@@ -112,6 +114,17 @@ def test_coca_eval_without_arguments_prints_its_help_alone(run):
     code, printed, errors = run["coca-eval"]
     assert (code, errors) == (2, "")
     assert "Usage: coca-eval" in printed
+
+
+def test_ctrl_c_is_answered_with_what_to_do(monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("coca_cli.convert._layers_to_keep", interrupt)
+    monkeypatch.setattr(sys, "argv", ["coca-convert", "a", "b", "--keep-layers", "6"])
+    with pytest.raises(SystemExit, match="130"):
+        main.convert()
+    assert capsys.readouterr().err == "interrupted; the same command continues\n"
 
 
 def test_what_is_installed_exists():

@@ -62,8 +62,9 @@ def test_rows_are_documents_in_every_format(tmp_path, name):
 def test_a_text_file_is_a_document_also_compressed_and_a_directory_is_all_its_files(tmp_path):
     (tmp_path / "b.txt").write_text("zwei ß")
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one"))
+    (tmp_path / "C.TXT.GZ").write_bytes(gzip.compress(b"three"))
     (tmp_path / "notes.md").write_text("not read")
-    texts = {"a.txt.gz": "one", "b.txt": "zwei ß"}
+    texts = {"C.TXT.GZ": "three", "a.txt.gz": "one", "b.txt": "zwei ß"}
     expected = [Document(name, text, str(tmp_path / name)) for name, text in texts.items()]
     assert list(read_documents(str(tmp_path))) == expected
 

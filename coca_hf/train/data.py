@@ -390,7 +390,7 @@ class Corpus:
         place = self.directory
         while not place.exists():
             place = place.parent
-        if not os.access(place, os.W_OK):
+        if not (place.is_dir() and os.access(place, os.W_OK)):
             raise CocaError(f"{place}: cannot be written; choose another data.prepared")
         for source in self._texts.values():
             tokens = 0
@@ -628,7 +628,7 @@ def _read_state(directory: Path) -> dict[str, Any]:
         kept = json.loads(path.read_text(encoding="utf-8"))
         if _state_hash(kept["state"]) != kept["xxh3_128"]:
             raise ValueError("another hash than when it was written")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise Damaged(f"{path}: got no such file; {AGAIN}") from None
     except OSError as error:  # a disk that does not answer is no reason to make the blocks again
         raise CocaError(f"{path}: cannot be read: {error.strerror}") from None

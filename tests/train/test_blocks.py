@@ -314,6 +314,9 @@ def test_a_read_only_directory_is_refused_before_out_unless_it_has_the_blocks(
     setting = f"data.prepared={shared}"
     with pytest.raises(CocaError, match="shared: cannot be written; choose another data"):
         train(setting)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CocaError, match="file: cannot be written; choose another data"):
+        train(f"data.prepared={tmp_path}/file/blocks")
     assert not (tmp_path / "out").exists()
     read_only.append(prepare_recipe(load_recipe(recipe_path, [setting]), 1)[0].directory)
     train(setting)
