@@ -28,6 +28,7 @@ from transformers import (
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
 from coca_hf.convert.adapter import CONFIG as ADAPTER
+from coca_hf.convert.calibrate import matrix_dtype
 from coca_hf.convert.config import head_of
 from coca_hf.errors import CocaError, library_errors, nearest, one_line, short
 from coca_hf.files import locked
@@ -253,7 +254,10 @@ def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
 
 
 def check_precision(arguments: TrainingArguments, where: str) -> None:
-    """Raises CocaError for another precision of `accelerate launch`, and for fp16 on a CPU."""
+    """Warns of bf16 on a CPU that has to emulate it.
+
+    Raises CocaError for another precision of `accelerate launch`, and for fp16 on a CPU.
+    """
     own = "bf16" if arguments.bf16 else "fp16" if arguments.fp16 else "no"
     if (launched := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) not in ("no", own):
         raise CocaError(
@@ -263,6 +267,11 @@ def check_precision(arguments: TrainingArguments, where: str) -> None:
     if arguments.fp16 and arguments.device.type == "cpu":
         raise CocaError(
             f"{where}: got fp16 on a CPU, where losses are not scaled; expected bf16, or neither"
+        )
+    if arguments.bf16 and arguments.device.type == "cpu" and matrix_dtype("cpu") == torch.float32:
+        announce(
+            f"{where}: bf16 may take many times as long as float32 on this processor, which has "
+            "neither AMX nor AVX-512 BF16; set training.bf16=false"
         )
 
 

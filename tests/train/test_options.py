@@ -238,6 +238,18 @@ def test_fp16_on_a_cpu_which_would_not_scale_losses_is_refused(train, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("has_it", [True, False])
+def test_bf16_on_a_cpu_that_has_to_emulate_it_is_announced(
+    recipe_path, tmp_path, monkeypatch, capsys, has_it
+):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_it})
+    for settings in (["training.bf16=true", "stages.qkv.bf16=false"], []):
+        resolve_stages(load_recipe(recipe_path, settings), tmp_path)
+    stages = ("k", "full") if not has_it else ()
+    said = [line.partition(" may take")[0] for line in capsys.readouterr().out.splitlines()]
+    assert said == [f"stages.{name}: bf16" for name in stages]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_mixed_precision_on_a_gpu_trains_as_float32_does(dtype, train, tmp_path):
