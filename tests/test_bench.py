@@ -5,9 +5,11 @@ test asserts.
 import importlib
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -232,13 +234,9 @@ def test_what_fails_on_the_gpu_is_named_and_the_rest_is_measured(tmp_path):
         'case "$*" in *tune*) exit 3;; *model.py*32768*--repeats\\ 5) exit 124;; esac\n'
     )
     fake.chmod(0o755)
-    finished = subprocess.run(
-        [BENCH / "gpu.sh", tmp_path / "out", "2", "3", "4"],
-        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    run = partial(subprocess.run, env=env, capture_output=True, text=True, check=False)
+    finished = run([BENCH / "gpu.sh", tmp_path / "out", "2", "3", "4"])
     assert finished.returncode == 1
     failed = [line for line in finished.stderr.splitlines() if line.startswith("failed")]
     assert [line.split()[2] for line in failed] == ["124", "3", "3"]
@@ -247,6 +245,15 @@ def test_what_fails_on_the_gpu_is_named_and_the_rest_is_measured(tmp_path):
     results += " calibrate-memory"
     assert all(f"--out {tmp_path}/out/{name}.json" in calls for name in results.split())
     assert "floors.py --results" in calls.splitlines()[-1]
+    (tmp_path / "calls").unlink()
+    run([BENCH / "gpu.sh", tmp_path / "out", "decode", "flash", "4"])
+    names = re.findall(r"out/(\S+)\.json", (tmp_path / "calls").read_text())
+    assert names == ["flash", "flash-fp16", "decode", "plan", "calibrate-memory", "train-stages"]
+    wrong = run([BENCH / "gpu.sh", tmp_path / "out", "decod"])
+    assert (wrong.returncode, wrong.stderr[:54]) == (
+        2,
+        "error: got decod, expected 1, 2, 3, 4 or one of attent",
+    )
 
 
 def test_what_was_measured_before_a_run_ends_is_kept(tmp_path, bench, monkeypatch):

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Run every benchmark that needs a GPU, in the order of what they decide.
 #
-#   scripts/bench/gpu.sh OUT [PART…]       # OUT: docs/results/h200, for one; PART: all of 1, 2, 3 and 4 by default
+#   scripts/bench/gpu.sh OUT [WHAT…]       # OUT: docs/results/h200, for one; WHAT: parts, or single benchmarks by name
 #   SMOKE=1 scripts/bench/gpu.sh OUT       # the tiny shape on any machine, to see that every part runs
+#
+# Changed since a GPU last ran it, or never run to its end: decode generate calibrate-memory tests
 #
 #   1  kernels are right, in every dtype and head size; caches, backends and mixed precision on a GPU
 #   2  attention, decoding, prefill and training steps beside LLaMA's
@@ -16,11 +18,18 @@
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 if [[ -z ${1-} || $1 == [1-4] ]]; then
-    echo "error: got ${1:-no} OUT, expected a directory: scripts/bench/gpu.sh OUT [PART…]" >&2
+    echo "error: got ${1:-no} OUT, expected a directory: scripts/bench/gpu.sh OUT [WHAT…]" >&2
     exit 2
 fi
 out=$1
-parts=${*:2}
+names=$(grep -oP '^    (bench \d+|tests \d+|if is_wanted) \K[\w-]+' "$0" | sort -u)
+wanted=("${@:2}")
+for what in "${wanted[@]}"; do
+    if ! grep -qx -- "$what" <<< "$names"$'\n1\n2\n3\n4'; then
+        echo "error: got $what, expected 1, 2, 3, 4 or one of" $names >&2
+        exit 2
+    fi
+done
 smoke=${SMOKE:+--smoke}
 deadline=$((SECONDS + ${SECONDS_LEFT:-3600}))
 mkdir -p "$out"
@@ -41,18 +50,23 @@ run() { # LIMIT COMMAND…
     timeout $(($1 < left ? $1 : left)) "${@:2}" || failed+=("$? after $((SECONDS - began)) s: ${*:2}")
     echo "== $((SECONDS - began)) s"
 }
-bench() { # LIMIT RESULT SCRIPT OPTIONS…
-    run "$1" python3 "scripts/bench/$3.py" --out "$out/$2.json" "${@:4}" $smoke
+is_wanted() { # NAME
+    ((${#wanted[@]} == 0)) || printf '%s\n' "${wanted[@]}" | grep -qx -e "$part" -e "$1"
 }
-tests() { # LIMIT PATHS…: in several processes, because Triton's compiler takes most of the time
-    run "$1" python3 -m pytest -q -p no:cacheprovider -p no:benchmark -n logical "${@:2}"
+bench() { # LIMIT NAME SCRIPT OPTIONS…
+    is_wanted "$2" && run "$1" python3 "scripts/bench/$3.py" --out "$out/$2.json" "${@:4}" $smoke
+}
+tests() { # LIMIT NAME PATHS…: in several processes, because Triton's compiler takes most of the time
+    is_wanted "$2" && run "$1" python3 -m pytest -q -p no:cacheprovider -p no:benchmark -n logical "${@:3}"
 }
 
 part1() {
-    tests 200 tests/kernels
-    tests 200 -m gpu tests/models/test_backends.py tests/models/test_cache.py tests/train/test_options.py tests/convert
-    run 150 python3 scripts/bench/flash.py --out "$out/flash.json"  # FlashAttention 4 compiles for a minute or more
-    run 150 python3 scripts/bench/flash.py --dtype float16 --out "$out/flash-fp16.json"
+    tests 200 tests tests/kernels
+    tests 200 tests -m gpu tests/models/test_backends.py tests/models/test_cache.py tests/train/test_options.py tests/convert
+    if is_wanted flash; then  # FlashAttention 4 compiles for a minute or more
+        run 150 python3 scripts/bench/flash.py --out "$out/flash.json"
+        run 150 python3 scripts/bench/flash.py --dtype float16 --out "$out/flash-fp16.json"
+    fi
 }
 part2() {
     bench 150 attention attention --graph --lengths 2048 8192 32768 --only contraction LLaMA slack
@@ -76,12 +90,12 @@ part4() {
     bench 180 plan plan
     bench 240 calibrate-memory calibrate_memory
     bench 120 train-stages train --lengths 2048 --batch 8 --checkpointing --train t qkv all --repeats 5
-    if [[ -f $out/train-stages.json ]]; then
+    if is_wanted train-stages && [[ -f $out/train-stages.json ]]; then
         run 30 bash -c 'python3 scripts/bench/projection.py "$0/train-stages.json" > "$0/projection.md"' "$out"
     fi
 }
 
-for part in ${parts:-1 2 3 4}; do
+for part in 1 2 3 4; do
     "part$part"
 done
 python3 scripts/bench/floors.py --results "$out"
