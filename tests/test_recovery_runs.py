@@ -94,3 +94,11 @@ def test_the_table_has_the_mean_over_seeds_and_the_ratio_to_original(tmp_path, m
         "| original | 0.00 | 0.00 |",
         "| calibrated | 0.25 | 1.25 |",
     ]
+
+
+def test_rows_of_other_settings_are_not_taken_for_seeds(tmp_path, monkeypatch):
+    rows = [row("original", value=value, task="recall") for value in (0.9, 0.5)]
+    write_rows(tmp_path / "rows", rows[0], rows[1] | {"cases": 100})
+    monkeypatch.setattr(sys, "argv", ["table.py", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"original: got rows of different settings for"):
+        runpy.run_path(str(SCRIPTS / "table.py"))
