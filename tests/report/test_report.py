@@ -513,7 +513,8 @@ def test_models_of_one_name_and_path_in_two_runs_have_a_line_each(run, tmp_path,
 
 def test_a_model_and_a_text_of_several_paths_are_one(run):
     same = {"fingerprint": "f", "text_hash": "t"}
-    paths = {"model_path": "../llama", "data": "../books.txt", "length": 512}
+    paths = {"model_path": "../llama", "data": "../books.jsonl", "length": 512}
+    paths["document_names"] = ["books.jsonl:0", "books.jsonl:1"]
     (table,) = read_tables([run(row(**same), row(**same, **paths))])
     assert [*table.series] == ["llama"]
     others = run(row(**same), row(**paths | {"fingerprint": "g", "text_hash": "u"}))
