@@ -284,7 +284,10 @@ def _evaluate(
     from lm_eval.models.huggingface import HFLM
 
     length = settings["length"]
-    model = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, max_length=length)
+    # RULER does not count the beginning of the answer, which follows a prompt, so some exceed the
+    # length by a few dozen tokens; with this limit, lm-eval would cut their first ones, bos too
+    limit = length and 2 * length
+    model = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, max_length=limit)
 
     def tokens(request: Any) -> int:
         """The tokens that the model gets, with room for its answer."""

@@ -340,7 +340,9 @@ def test_a_real_task_of_ruler_fits_the_length_and_scores_one_for_a_model_that_fi
         assert json.loads(line["target"]) == [line["response"].strip()]
     assert (row["benchmark"], row["length"], row["value"], row["scored"]) == (name, 1500, 1.0, 3)
     assert (row["metric"], row["dimension"]) == ("string_match", "ruler")
-    assert all(800 < len(prompt) <= 1500 - 128 for prompt in prompts)  # in steps of five lines
+    assert all(800 < len(prompt) <= 1500 for prompt in prompts)  # in steps of five lines
+    texts = coca.tokenizer.batch_decode(prompts, skip_special_tokens=True)
+    assert all(text.startswith("A special magic ") for text in texts)  # whole
 
 
 @pytest.mark.parametrize(
