@@ -102,3 +102,16 @@ def test_rows_of_other_settings_are_not_taken_for_seeds(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["table.py", str(tmp_path)])
     with pytest.raises(SystemExit, match=r"original: got rows of different settings for"):
         runpy.run_path(str(SCRIPTS / "table.py"))
+
+
+def test_text_to_measure_with_has_no_package_and_a_checkout_may_be_below_tests(
+    tmp_path, monkeypatch
+):
+    files = runpy.run_path(str(SCRIPTS / "other_text.py"))["files"]
+    library, packages = tmp_path / "test" / "python3", tmp_path / "test" / "python3" / "packages"
+    monkeypatch.setitem(files.__globals__, "PACKAGES", packages)
+    for name in ("io.py", "packages/numpy.py", "packages/tests/numpy.py"):
+        (library / name).parent.mkdir(parents=True, exist_ok=True)
+        (library / name).write_text(name)
+    assert [*files([(library, "*.py")], 100, 1)] == ["io.py"]
+    assert [*files([(packages, "*.py")], 100, 1)] == ["packages/numpy.py"]
