@@ -543,6 +543,14 @@ def test_a_notice_names_models_that_read_older_text_or_other_tokens(
     assert [notice for notice in (OLDER, OTHER) if notice in made] == ([said] if said else [])
 
 
+@pytest.mark.parametrize(("data_hash", "is_said"), [("d", False), (None, False), ("e", True)])
+def test_a_notice_names_models_that_answered_other_tasks_of_the_same_name(page, data_hash, is_said):
+    later = {"date": "2027-01-01T00:00:00+00:00", "data_hash": data_hash}
+    rows = row(task="tasks", data_hash="d"), row("coca", task="tasks", **later)
+    said = "or their times, changed before the latest number; measure llama again to compare"
+    assert (said in page(*rows)) == is_said
+
+
 def test_only_measurements_with_rows_are_written_and_a_page_replaces_its_predecessor(run, tmp_path):
     write_report([run(row(value=0.25, task="passkey"))], tmp_path / "page")
     rows = run(row(value=0.5, task="passkey"))
