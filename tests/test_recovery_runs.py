@@ -64,6 +64,16 @@ def test_a_copy_is_the_fold_of_the_keys_without_its_scale(tiny_llama_dir, tiny_c
         assert not scaled[f"{prefix}.t_proj.weight"].allclose(expected, rtol=1e-2)
 
 
+def test_a_start_made_with_other_options_is_refused(tmp_path, monkeypatch):
+    make = lambda *words: Path(words[2]).mkdir()  # noqa: E731
+    monkeypatch.setitem(RUN["convert"].__globals__, "run", make)
+    plan = {"original": "original", "starts": {"six kept": {"keep-layers": "1"}}}
+    assert [RUN["convert"](plan, "six kept", tmp_path) for _ in range(2)][1].is_dir()
+    plan["starts"]["six kept"] = {"keep-layers": "2"}
+    with pytest.raises(SystemExit, match=r"six-kept: made with .*\"1\".*, expected .*\"2\""):
+        RUN["convert"](plan, "six kept", tmp_path)
+
+
 def test_the_table_has_the_mean_over_seeds_and_the_ratio_to_original(tmp_path, monkeypatch, capsys):
     novels = {**BOOKS, "data": "x/books-test.parquet", "document_names": ["emma"]}
     novels |= {"variant": "sliding", "stride": 256, "asked_stride": 256, "max_tokens": 1025}
