@@ -64,6 +64,16 @@ def test_a_copy_is_the_fold_of_the_keys_without_its_scale(tiny_llama_dir, tiny_c
         assert not scaled[f"{prefix}.t_proj.weight"].allclose(expected, rtol=1e-2)
 
 
+def test_a_start_made_with_other_options_is_refused(tmp_path, monkeypatch):
+    make = lambda *words: Path(words[2]).mkdir()  # noqa: E731
+    monkeypatch.setitem(RUN["convert"].__globals__, "run", make)
+    plan = {"original": "original", "starts": {"six kept": {"keep-layers": "1"}}}
+    assert [RUN["convert"](plan, "six kept", tmp_path) for _ in range(2)][1].is_dir()
+    plan["starts"]["six kept"] = {"keep-layers": "2"}
+    with pytest.raises(SystemExit, match=r"six-kept: made with .*\"1\".*, expected .*\"2\""):
+        RUN["convert"](plan, "six kept", tmp_path)
+
+
 def test_the_table_has_the_mean_over_seeds_and_the_ratio_to_original(tmp_path, monkeypatch, capsys):
     novels = {**BOOKS, "data": "x/books-test.parquet", "document_names": ["emma"]}
     novels |= {"variant": "sliding", "stride": 256, "asked_stride": 256, "max_tokens": 1025}
@@ -94,3 +104,24 @@ def test_the_table_has_the_mean_over_seeds_and_the_ratio_to_original(tmp_path, m
         "| original | 0.00 | 0.00 |",
         "| calibrated | 0.25 | 1.25 |",
     ]
+
+
+def test_rows_of_other_settings_are_not_taken_for_seeds(tmp_path, monkeypatch):
+    rows = [row("original", value=value, task="recall") for value in (0.9, 0.5)]
+    write_rows(tmp_path / "rows", rows[0], rows[1] | {"cases": 100})
+    monkeypatch.setattr(sys, "argv", ["table.py", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"original: got rows of different settings for"):
+        runpy.run_path(str(SCRIPTS / "table.py"))
+
+
+def test_text_to_measure_with_has_no_package_and_a_checkout_may_be_below_tests(
+    tmp_path, monkeypatch
+):
+    files = runpy.run_path(str(SCRIPTS / "other_text.py"))["files"]
+    library, packages = tmp_path / "test" / "python3", tmp_path / "test" / "python3" / "packages"
+    monkeypatch.setitem(files.__globals__, "PACKAGES", packages)
+    for name in ("io.py", "packages/numpy.py", "packages/tests/numpy.py"):
+        (library / name).parent.mkdir(parents=True, exist_ok=True)
+        (library / name).write_text(name)
+    assert [*files([(library, "*.py")], 100, 1)] == ["io.py"]
+    assert [*files([(packages, "*.py")], 100, 1)] == ["packages/numpy.py"]

@@ -13,6 +13,7 @@ import math
 import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -284,7 +285,10 @@ def _evaluate(
     from lm_eval.models.huggingface import HFLM
 
     length = settings["length"]
-    model = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, max_length=length)
+    # RULER does not count the beginning of the answer, which follows a prompt, so some exceed the
+    # length by a few dozen tokens; with this limit, lm-eval would cut their first ones, bos too
+    limit = length and 2 * length
+    model = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, max_length=limit)
 
     def tokens(request: Any) -> int:
         """The tokens that the model gets, with room for its answer."""
@@ -349,24 +353,30 @@ def _metrics(
             if sample["filter"] == filter_name
         ]
         result = {"metric": metric, "filter": filter_name, "value": float(value), "scored": scored}
-        result["stderr"] = _stderr([sample["score"] for sample in samples], value)
+        result["stderr"] = _stderr(samples, value)
         if not math.isfinite(value):
             result |= {"value": None, "error": f"the metric is {float(value)}"}
         found.append((result, samples))
     return found
 
 
-def _stderr(scores: list[float | None], value: float) -> float | None:
-    """The standard error of a `value` that is the mean of the scores, otherwise None.
+def _stderr(samples: list[dict], value: float) -> float | None:
+    """The standard error of a `value` that is the mean of the scores, otherwise None; of a group,
+    with the variance inside of its tasks, as in lm-eval.
 
     lm-eval gives it only with bootstraps, which print, fork and take minutes.
     """
-    known = [score for score in scores if score is not None]
-    if len(scores) < 2 or len(known) < len(scores) or not math.isfinite(value):
+    scores, by_task = [sample["score"] for sample in samples], defaultdict(list)
+    for sample in samples:
+        by_task[sample["benchmark"]].append(sample["score"])
+    freedom = len(scores) - len(by_task)
+    if freedom < 1 or None in scores or not math.isfinite(value):
         return None
-    if not math.isclose(statistics.fmean(known), value):
+    if not math.isclose(statistics.fmean(scores), value):
         return None
-    return statistics.stdev(known) / math.sqrt(len(known))
+    means = {name: statistics.fmean(some) for name, some in by_task.items()}
+    squares = math.fsum((one["score"] - means[one["benchmark"]]) ** 2 for one in samples)
+    return math.sqrt(squares / freedom / len(scores))
 
 
 def _ruler_mean(output: dict[str, Any], length: str) -> list[tuple[dict, list[dict]]]:

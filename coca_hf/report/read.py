@@ -20,21 +20,23 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
 
     The latest row of a measurement counts. Models of one name and path whose files differ from one
     directory to the other are different models: the directory becomes part of their path. A model
-    or a text of several paths, the same file or the same documents, has the first of them. Rows get
-    `model_states` and `text_states`, which have several elements if files have changed: the
-    fingerprints, in the rows that count, of the model of this name and path, and the hashes of the
-    documents of this table. A row's `raw` becomes paths, whose files may be absent.
+    or a text of several paths, the same file or the same documents, has the first of them, and its
+    documents their names there. Rows get `model_states` and `text_states`, which have several
+    elements if files have changed: the fingerprints, in the rows that count, of the model of this
+    name and path, and the hashes of the documents of this table. A row's `raw` becomes paths, whose
+    files may be absent.
 
     Raises CocaError if a directory has no rows, or a line is not a row.
     """
     of_runs = {run: sorted(_read(run), key=lambda row: row["date"]) for run in runs}
     _tell_apart(of_runs)
     rows = [row for of_run in of_runs.values() for row in of_run]
-    paths: dict[tuple, str] = {}
+    firsts: dict[tuple, Any] = {}
+    of_text = [(field, "text_hash") for field in ("data", "document_names")]
     for row in rows:
-        for path, *same in (("model_path", "model", "fingerprint"), ("data", "text_hash")):
+        for field, *same in (("model_path", "model", "fingerprint"), *of_text):
             if row.get(same[-1]):
-                row[path] = paths.setdefault((path, *map(row.get, same)), row[path])
+                row[field] = firsts.setdefault((field, *map(row.get, same)), row[field])
     found = latest(rows, _measured)
     # A failed benchmark has a row without a metric; once it succeeds, it has a row for each
     answered = {

@@ -189,15 +189,22 @@ def _changed(rows: list[dict]) -> list[str]:
 
 def _of_other_texts(tables: Sequence[Table]) -> list[str]:
     """Notices about tables of models that read different texts under the same names, or other
-    tokens of the same text.
+    tokens of the same text, and about own tasks of lm-eval whose files differ.
     """
     notices = []
     for table in tables:
         last = max(table.rows, key=lambda row: row["date"])
         with_text = [row for row in table.rows if row.get("text_hash")]
+        where = f"{table.measurement.title}, {table.settings}"
+        hashed = [row for row in (last, *table.rows) if row.get("data_hash")]
+        old = [row["model"] for row in hashed if row["data_hash"] != hashed[0]["data_hash"]]
+        if old and table.measurement.task == "tasks":
+            notices.append(
+                f"{where}: the files of these tasks, or their times, changed before the latest "
+                f"number; measure {', '.join(dict.fromkeys(old))} again to compare."
+            )
         if not last.get("text_hash"):
             continue
-        where = f"{table.measurement.title}, {table.settings}"
         other_text = [row for row in with_text if row["text_hash"] != last["text_hash"]]
         newest = latest(with_text, itemgetter("length"))
         other_tokens = dict.fromkeys(

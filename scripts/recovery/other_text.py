@@ -83,15 +83,20 @@ def main() -> None:
 
 def files(places: list[tuple[Path, str]], characters: int, shortest: int) -> Iterator[str]:
     """Texts in English letters, in random order, `characters` in all: no tests, nothing minified."""
-    found = sorted({path for place, pattern in places for path in place.rglob(pattern)})
+    place_of = {path: place for place, pattern in places for path in place.rglob(pattern)}
+    found = sorted(place_of)
     random.shuffle(found)
-    return up_to(filter(None, (read(path, shortest) for path in found)), characters)
+    texts = (read(path, place_of[path], shortest) for path in found)
+    return up_to(filter(None, texts), characters)
 
 
-def read(path: Path, shortest: int) -> str | None:
-    """The text of a file; None if it is shorter, or of a kind that nobody reads."""
-    is_elsewhere = "site-packages" in path.parts and PACKAGES not in path.parents
-    if "test" in str(path) or ".min." in path.name or is_elsewhere:
+def read(path: Path, place: Path, shortest: int) -> str | None:
+    """The text of a file below `place`; None if it is shorter, of a kind that nobody reads, or one
+    of the packages and `place` is not: they may be in the directory of the library.
+    """
+    is_package = PACKAGES in path.parents
+    is_elsewhere = place != PACKAGES if is_package else "site-packages" in path.parts
+    if "test" in str(path.relative_to(place)) or ".min." in path.name or is_elsewhere:
         return None
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as stream:

@@ -80,10 +80,15 @@ def checkpoint_of(plan: dict, name: str, seed: int, out: Path) -> Path:
 
 
 def convert(plan: dict, start: str, out: Path) -> Path:
-    """The checkpoint of a start."""
+    """The checkpoint of a start. Ends the script if it was made with other options."""
     options, checkpoint = dict(plan["starts"][start]), out / "starts" / slug(start)
+    asked, record = json.dumps([plan["original"], options]), checkpoint.with_suffix(".made-with")
+    if checkpoint.exists() and record.exists() and (made := record.read_text()) != asked:
+        sys.exit(f"{checkpoint}: made with {made}, expected {asked}; delete it, and what it became")
     scaled = options.pop("scaled", True)
     if not checkpoint.exists():
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text(asked)
         target = checkpoint if scaled else checkpoint.with_name(f".{checkpoint.name}")
         words = [word for pair in options.items() for word in option(*pair)]
         run("coca-convert", plan["original"], target, *words, "--overwrite")

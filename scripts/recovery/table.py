@@ -11,20 +11,27 @@ from pathlib import Path
 from coca_hf.report.read import read_tables
 
 out = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/recovery")
-measured: dict[str, dict[str, list[float]]] = {}  # numbers by run and column, one per seed
+measured: dict[str, dict[str, dict[str, float]]] = {}  # numbers by run, column and seed
 columns: list[str] = []
 by_kind: dict[str, dict[str, list[float]]] = {}  # divergences by run and kind of head
 KINDS = ("first token", "token before", "others")
+TEXTS = {"books-test.parquet": "novels", "held-out": "Shakespeare"}
 
 
 def note(row: dict, column: str, value: float) -> None:
     if column not in columns:
         columns.append(column)
     run = row["model"].split(", seed")[0]
-    measured.setdefault(run, {}).setdefault(column, []).append(value)
+    by_seed = measured.setdefault(run, {}).setdefault(column, {})
+    if row["model"] in by_seed:
+        sys.exit(
+            f"{row['model']}: got rows of different settings for {column!r}, expected one; "
+            f"delete the others from {out / 'rows' / 'rows.jsonl'}"
+        )
+    by_seed[row["model"]] = value
 
 
-def shown(values: list[float] | None, original: float | None = None) -> str:
+def shown(values: list[float], original: float | None = None) -> str:
     if not values:
         return ""
     mean = sum(values) / len(values)
@@ -37,7 +44,8 @@ def shown(values: list[float] | None, original: float | None = None) -> str:
 
 for table in read_tables([out / "rows"]):
     for row in (row for row in table.rows if row["value"] is not None):
-        source = "novels" if "books-test" in (row.get("data") or "") else "Shakespeare"
+        text = Path(row.get("data") or "").name
+        source = TEXTS.get(text, text)
         if row["task"] in ("perplexity", "position-loss"):
             note(row, f"perplexity, {source}, {row['length']}", row["value"])
         elif row["task"] == "copying":
@@ -62,8 +70,8 @@ for run, found in measured.items():
     cells = []
     for column in columns:
         is_ratio = column.startswith("perplexity") and run != "original"
-        ratio = measured["original"][column][0] if is_ratio else None
-        cells.append(shown(found.get(column), ratio))
+        ratio = measured["original"][column]["original"] if is_ratio else None
+        cells.append(shown([*found.get(column, {}).values()], ratio))
     print(f"| {run} | " + " | ".join(cells) + " |")
 
 heads = {kind: len(found) for kind, found in by_kind.get("original", {}).items()}

@@ -14,7 +14,7 @@ import pytest
 import torch
 import wonderwords
 import yaml
-from lm_eval.api.metrics import mean_stderr
+from lm_eval.api.metrics import mean_stderr, pooled_sample_stderr
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
@@ -166,16 +166,17 @@ def test_every_value_can_be_computed_from_what_the_model_said(coca, task_dir, ex
 
 
 def test_a_group_has_the_samples_of_all_its_tasks():
-    scores = [("a", 0, 1.0), ("a", 1, 0.0), ("a", 2, 1.0), ("b", 0, 0.0)]
+    scores = [("a", 0, 1.0), ("a", 1, 0.0), ("a", 2, 1.0), ("b", 0, 0.0), ("b", 1, 0.0)]
     output = {
-        "results": {"group": {"alias": "group", "acc,none": 0.5}},
+        "results": {"group": {"alias": "group", "acc,none": 0.4}},
         "samples": samples_by_task(scores, "acc"),
-        "n-samples": {"a": {"effective": 3}, "b": {"effective": 1}},
+        "n-samples": {"a": {"effective": 3}, "b": {"effective": 2}},
     }
     ((result, lines),) = tasks._metrics(output, "group", None)
     assert [(line["benchmark"], line["case"], line["score"]) for line in lines] == scores
-    assert (result["value"], result["scored"]) == (0.5, 4)
-    assert result["stderr"] == pytest.approx(mean_stderr([1.0, 0.0, 1.0, 0.0]))
+    assert (result["value"], result["scored"]) == (0.4, 5)
+    stderr = pooled_sample_stderr([mean_stderr([1.0, 0.0, 1.0]), 0.0], [3, 2])
+    assert result["stderr"] == pytest.approx(stderr)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -340,7 +341,9 @@ def test_a_real_task_of_ruler_fits_the_length_and_scores_one_for_a_model_that_fi
         assert json.loads(line["target"]) == [line["response"].strip()]
     assert (row["benchmark"], row["length"], row["value"], row["scored"]) == (name, 1500, 1.0, 3)
     assert (row["metric"], row["dimension"]) == ("string_match", "ruler")
-    assert all(800 < len(prompt) <= 1500 - 128 for prompt in prompts)  # in steps of five lines
+    assert all(800 < len(prompt) <= 1500 for prompt in prompts)  # in steps of five lines
+    texts = coca.tokenizer.batch_decode(prompts, skip_special_tokens=True)
+    assert all(text.startswith("A special magic ") for text in texts)  # whole
 
 
 @pytest.mark.parametrize(

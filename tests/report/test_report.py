@@ -513,7 +513,8 @@ def test_models_of_one_name_and_path_in_two_runs_have_a_line_each(run, tmp_path,
 
 def test_a_model_and_a_text_of_several_paths_are_one(run):
     same = {"fingerprint": "f", "text_hash": "t"}
-    paths = {"model_path": "../llama", "data": "../books.txt", "length": 512}
+    paths = {"model_path": "../llama", "data": "../books.jsonl", "length": 512}
+    paths["document_names"] = ["books.jsonl:0", "books.jsonl:1"]
     (table,) = read_tables([run(row(**same), row(**same, **paths))])
     assert [*table.series] == ["llama"]
     others = run(row(**same), row(**paths | {"fingerprint": "g", "text_hash": "u"}))
@@ -540,6 +541,14 @@ def test_a_notice_names_models_that_read_older_text_or_other_tokens(
     longer = row("coca", **later | {"length": 8192, "date": "2027-01-02T00:00:00+00:00"})
     made = page(row(text_hash="t", data_hash="d"), row("coca", **later), longer)
     assert [notice for notice in (OLDER, OTHER) if notice in made] == ([said] if said else [])
+
+
+@pytest.mark.parametrize(("data_hash", "is_said"), [("d", False), (None, False), ("e", True)])
+def test_a_notice_names_models_that_answered_other_tasks_of_the_same_name(page, data_hash, is_said):
+    later = {"date": "2027-01-01T00:00:00+00:00", "data_hash": data_hash}
+    rows = row(task="tasks", data_hash="d"), row("coca", task="tasks", **later)
+    said = "or their times, changed before the latest number; measure llama again to compare"
+    assert (said in page(*rows)) == is_said
 
 
 def test_only_measurements_with_rows_are_written_and_a_page_replaces_its_predecessor(run, tmp_path):
