@@ -20,6 +20,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from coca_hf.convert.adapter import CONFIG as ADAPTER
 from coca_hf.convert.adapter import Adapter
+from coca_hf.convert.config import is_coca
 from coca_hf.convert.initialise import Shape
 from coca_hf.convert.quantized import FOUR_BITS, quantized_weights
 from coca_hf.errors import CocaError, library_errors
@@ -543,8 +544,23 @@ def _write_header(hub_id: str, commit: str, directory: Path, name: str) -> None:
 
 
 def _names_on_hub(hub_id: str, directory: Path) -> list[str]:
-    """The files of a repository; if the hub does not answer, those of its snapshot."""
+    """The files of a repository; if the hub does not answer, those of its snapshot.
+
+    Raises CocaError if the snapshot then lacks a tokenizer, or the record of a CoCA checkpoint:
+    transformers downloads of a model what it needs, and the result would be without them.
+    """
     try:
         return HfApi().list_repo_files(hub_id, revision=directory.name)
     except Exception:  # offline: huggingface_hub has many classes for it
-        return os.listdir(directory)
+        names = os.listdir(directory)
+    lacks = [] if list(filter_repo_objects(names, allow_patterns=TOKENIZER_FILES)) else [TOKENIZER]
+    is_ours = "config.json" in names and is_coca(
+        read_json(checkpoint_file(directory, "config.json"))
+    )
+    lacks += [name for name in RECORDS[:1] if is_ours and name not in names]
+    if lacks:
+        raise CocaError(
+            f"{hub_id}: got no {' and no '.join(lacks)} in its cache, and the hub does not answer; run "
+            f"`hf download {hub_id}` where it does, or pass {directory} as SRC to convert what is there"
+        )
+    return names

@@ -32,6 +32,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 from transformers.utils.logging import disable_progress_bar
 
 from coca_hf.errors import CocaError, first_line
+from coca_hf.models.hub import RECORDS
 from coca_hf.models.rotary import ntk_base, unscaled_len
 from coca_hf.weights import is_derived, read_json
 
@@ -99,7 +100,7 @@ def load_model(
     own_code = any(type(one).__module__.startswith(OF_CHECKPOINT) for one in (model, tokenizer))
     if fingerprint(path, commit, own_code) != before[own_code]:
         raise CocaError(f"{path}: changed while it was loaded; run the same command again")
-    tokens_seen, trained_seq_len = _training(Path(path))
+    tokens_seen, trained_seq_len = _training(path, at)
     return LoadedModel(
         model=model.eval().to(processes().device),
         tokenizer=tokenizer,
@@ -284,15 +285,24 @@ def state_of(file: Path) -> tuple[int, int, str]:
     return stat.st_size, stat.st_mtime_ns, sample.hexdigest()
 
 
-def _training(directory: Path) -> tuple[int | None, int | None]:
+def _training(path: str, revision: str) -> tuple[int | None, int | None]:
     """Tokens seen in all stages, including those of earlier runs, and the positions that the last
     stage reached: its block length, or more with `skip_positions`. 0 tokens if only converted.
     """
-    record = directory / "training.json"
-    if not record.is_file():
-        return (0 if (directory / "conversion.json").is_file() else None), None
+    conversion, record = (
+        cached_file(
+            path,
+            name,
+            revision=revision,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        for name in RECORDS
+    )
+    if record is None:
+        return (0 if conversion else None), None
     try:
-        facts = json.loads(record.read_text(encoding="utf-8"))
+        facts = json.loads(Path(record).read_text(encoding="utf-8"))
         tokens_seen = sum(int(stage["tokens"]) for stage in facts["stages"])
         data = facts["recipe"]["data"]
         return tokens_seen, data.get("skip_positions") or data["seq_len"]

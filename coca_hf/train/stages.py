@@ -352,9 +352,11 @@ def _set_callbacks(trainer: StageTrainer, stage: ResolvedStage) -> None:
     if not stage.arguments.disable_tqdm:
         trainer.add_callback(ProgressLine(stage.directory.name))
     for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
-            out_dir, name = stage.directory.parent, stage.directory.name
-            callback.logging_dir = str(out_dir / "tensorboard" / name)
+        if isinstance(callback, TensorBoardCallback):
+            place = stage.directory.parent / "tensorboard" / stage.directory.name
+            if given := callback.logging_dir:  # TENSORBOARD_LOGGING_DIR, which runs share
+                place = Path(given) / str(stage.arguments.run_name)
+            callback.logging_dir = str(place)
 
 
 def _make_record(

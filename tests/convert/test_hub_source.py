@@ -188,6 +188,26 @@ def test_earlier_downloads_suffice_without_the_hub(hub, tmp_path, monkeypatch):
     assert_same_weights(tmp_path / "dst", tmp_path / "again")
 
 
+@pytest.mark.parametrize("lacks", ["tokenizer_config.json", "conversion.json"])
+def test_a_cache_that_has_the_model_alone_is_refused_without_the_hub(
+    hub, tmp_path, monkeypatch, tiny_llama_dir, lacks
+):
+    if lacks == "conversion.json":
+        convert_checkpoint(tiny_llama_dir, tmp_path / "coca")
+        hub.commits[NEW] = files_of(tmp_path / "coca")
+    options = {"ntk_length": 128} if lacks == "conversion.json" else {}
+    for name in hub.commits[NEW]:  # as from_pretrained does
+        if not name.startswith(lacks.partition("_")[0]):
+            huggingface_hub.hf_hub_download(REPO, name)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    message = (
+        f"got no {lacks} in its cache, and the hub does not answer; run `hf download owner/mod"
+    )
+    refuses(message, REPO, tmp_path / "dst", **options)
+    (snapshot,) = (tmp_path / "cache").glob("models--*/snapshots/*")
+    convert_checkpoint(snapshot, tmp_path / "dst", **options)
+
+
 def test_a_snapshot_in_the_cache_is_not_overwritten(hub, tmp_path):
     convert_checkpoint(REPO, tmp_path / "dst")
     (snapshot,) = (tmp_path / "cache").glob("models--*/snapshots/*")

@@ -69,6 +69,14 @@ def test_a_model_on_the_hub_is_that_of_its_revision_and_commit(checkpoint, tmp_p
     torch.testing.assert_close(step.model.lm_head.weight, main.model.lm_head.weight + 1)
     assert main.fingerprint != step.fingerprint
     assert about_model(step)["model_commit"] == commits["step-7"]
+    assert (main.tokens_seen, step.tokens_seen) == (None, None)
+    (repo / "snapshots" / commits["main"] / "conversion.json").write_text("{}")
+    trained = {"stages": [{"tokens": 40}, {"tokens": 2}], "recipe": {"data": {"seq_len": 32}}}
+    record = repo / "snapshots" / commits["step-7"] / "training.json"
+    record.write_text(json.dumps(trained))
+    main, step = load_model("somebody/tiny"), load_model("somebody/tiny", revision="step-7")
+    assert (main.tokens_seen, main.trained_seq_len) == (0, None)
+    assert (step.tokens_seen, step.trained_seq_len) == (42, 32)
 
 
 def test_a_row_says_which_layers_keep_their_attention_and_over_what_window(

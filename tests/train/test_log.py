@@ -48,6 +48,17 @@ def test_tensorboard_has_the_losses_and_rates_of_the_log_beside_the_stages(shown
     assert [scalar.value for scalar in events.Scalars("eval/loss")] == pytest.approx(held_out)
 
 
+def test_in_a_directory_that_runs_share_every_stage_has_events_of_its_own(
+    train, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "shared"))
+    train("training.report_to=tensorboard", "stages.qkv.max_steps=1", stage="k")
+    train("training.report_to=tensorboard", "stages.qkv.max_steps=1", stage="qkv", resume=True)
+    for stage, steps in (("1-k", [1, 2, 3]), ("2-qkv", [1])):
+        events = EventAccumulator(str(tmp_path / "shared/out" / stage)).Reload()
+        assert [scalar.step for scalar in events.Scalars("train/loss")] == steps
+
+
 def test_every_line_of_the_log_has_time_speed_and_memory_and_no_mfu_on_a_cpu(shown):
     seconds = [line["seconds"] for line in logged(shown[0])]
     assert seconds == sorted(seconds)
