@@ -152,13 +152,13 @@ def test_gpus_that_share_a_block_have_the_activations_of_their_part(recipe, path
     assert "stages.k: planned without the keys and values that GPUs exchange" in plan.notes
 
 
-def test_gpus_that_share_a_block_read_held_out_blocks_whole(recipe):
+def test_gpus_that_share_a_block_read_held_out_blocks_whole(small):
     wide = 40 * VOCAB
-    coca_hf.CocaLlamaConfig(vocab_size=wide, **TINY).save_pretrained(recipe.model)
-    none = recipe.model_copy(update={"data": recipe.data.model_copy(update={"held_out_blocks": 0})})
+    coca_hf.CocaLlamaConfig(vocab_size=wide, **TINY).save_pretrained(small.model)
+    none = small.model_copy(update={"data": small.data.model_copy(update={"held_out_blocks": 0})})
     counted, not_counted = (
-        measure(of_recipe, recipe.stages[0], Setting(4, BATCH, 1, True, sharing=4)).peak
-        for of_recipe in (recipe, none)
+        measure(recipe, recipe.stages[0], Setting(4, BATCH, 1, True, sharing=4)).peak
+        for recipe in (small, none)
     )
     logits = BATCH * SEQ_LEN * wide * 4
     # those of a quarter of a block, and the backward's
