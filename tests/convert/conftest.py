@@ -95,12 +95,7 @@ def pairs_of(tmp_path):
     with contextlib.ExitStack() as stack:
 
         def save(
-            model,
-            constraint="slack",
-            kept_layers=(),
-            content_pairs=0,
-            content_layers=(),
-            **options,
+            model, constraint="slack", kept_layers=(), content_pairs=0, content_layers=(), **options
         ):
             path = str(tmp_path / "checkpoint of pairs")
             model.save_pretrained(path)

@@ -1,7 +1,6 @@
 """`--keep-layers`: kept layers have the source's tensors, and every description names them."""
 
 import copy
-import json
 import re
 import shutil
 
@@ -14,7 +13,7 @@ from coca_hf import CocaError, convert_checkpoint, patch_
 from coca_hf.convert.calibration import layer_harms, most_harmful
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
 from coca_hf.models.attention import KeptAttention
-from tests.convert.checkpoints import record_of, refuses
+from tests.convert.checkpoints import edit_config, edit_json, record_of, refuses
 from tests.models.families import CASES, EVERY_CASE, WINDOW, stock_model, tokens
 from tests.models.test_golden import write_golden
 
@@ -107,8 +106,7 @@ def test_the_layers_of_a_coca_checkpoint_stay_as_they_are(converted, text, tmp_p
 )
 def test_kept_layers_that_the_weights_do_not_have_are_refused(converted, edited, missing, tmp_path):
     kept = shutil.copytree(converted("llama", **KEPT)[1], tmp_path / "kept")
-    config = json.loads((kept / "config.json").read_text())
-    (kept / "config.json").write_text(json.dumps(config | {"coca_kept_layers": edited}))
+    edit_config(kept, coca_kept_layers=edited)
     refuses(f"tensor {missing}", kept, tmp_path / "dst", ntk_length=160)
 
 
@@ -121,31 +119,25 @@ def test_a_later_conversion_records_the_earlier_one(tiny_llama_dir, tmp_path):
     assert "- source: kept, safetensors, CoCA" in card
 
 
-@pytest.mark.parametrize("name", ["conversion.json", "training.json"])
-def test_a_damaged_record_is_refused_before_anything_is_written(converted, name, tmp_path):
-    kept = shutil.copytree(converted("llama", **KEPT)[1], tmp_path / "kept")
-    for content, message in (("{", "not JSON"), ('{"base": 3, "stages": 3}', "got .* 3, expected")):
-        (kept / name).write_text(content)
-        refuses(f"kept/{name}: {message}", kept, tmp_path / "dst", ntk_length=160)
+NO_CARD = "kept: its records are not what coca-convert and "
 
 
 @pytest.mark.parametrize(
-    ("name", "field", "value"),
+    ("name", "fields", "message"),
     [
-        ("conversion.json", "earlier", 5),
-        ("conversion.json", "earlier", "abc"),
-        ("training.json", "stages", [1]),
-        ("training.json", "stages", [{}]),
+        ("conversion.json", {"base": 3}, r"kept/conversion\.json: got .* 3, expected"),
+        ("training.json", {"stages": 3}, r"kept/training\.json: got .* 3, expected"),
+        *(("conversion.json", {"earlier": value}, NO_CARD) for value in (5, "abc")),
+        *(("training.json", {"stages": value}, NO_CARD) for value in ([1], [{}])),
+        ("conversion.json", None, r"kept/conversion\.json: not JSON"),
+        ("training.json", None, r"kept/training\.json: not JSON"),
     ],
 )
-def test_records_from_which_no_card_can_be_made_are_refused_before_the_weights(
-    converted, name, field, value, tmp_path
+def test_records_from_which_no_card_can_be_made_are_refused_before_anything_is_written(
+    converted, name, fields, message, tmp_path
 ):
     kept = shutil.copytree(converted("llama", **KEPT)[1], tmp_path / "kept")
-    file = kept / name
-    record = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps(record | {field: value}))
-    message = "kept: its records are not what coca-convert and "
+    edit_json(kept / name, **fields) if fields else (kept / name).write_text("{")
     refuses(message, kept, tmp_path / "dst", ntk_length=160)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept"]
 
@@ -214,7 +206,7 @@ def test_auto_keeps_the_fewest_layers_that_do_half_of_the_harm():
 def test_the_command_keeps_the_layers_whose_calibrated_conversion_harms_most(
     given, tiny_llama_dir, text, tmp_path, converts
 ):
-    options = ["--calibrate", text, "--calibrate-tokens", 256, "--calibrate-passes", 3]
+    options = ["--calibrate", text, "--calibrate-tokens", 256, "--calibrate-passes", 2]
     printed = converts(tiny_llama_dir, tmp_path / "dst", *options, "--keep-layers", given)
     assert re.search(r"calibrating layers, divergence \S+ nats: 3 of 3\n", printed)
     assert "model=" in printed.partition("Retrieval comes back with training")[2]

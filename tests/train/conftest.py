@@ -11,8 +11,27 @@ import pytest
 import yaml
 
 from coca_cli import main
+from coca_hf.train import flops, stages
 from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import run_recipe
+
+
+@pytest.fixture(scope="session", autouse=True)
+def operations_counted_once():
+    """Counting the operations of a stage takes a third of a small run. Runs of the same shapes share
+    the number, which only GPUs show.
+    """
+    counted = {}
+
+    def count(recipe, stage):
+        shapes = repr((recipe.model, recipe.config, recipe.data.seq_len, stage.train, stage.lora))
+        if shapes not in counted:
+            counted[shapes] = flops.count_flops(recipe, stage)
+        return counted[shapes]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "count_flops", count)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -29,12 +48,12 @@ def texts(tmp_path_factory) -> Path:
     return directory
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def words(texts) -> Source:
     return Source(path=str(texts / "words/*.txt"), weight=3)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def digits(texts) -> Source:
     return Source(path=str(texts / "digits.jsonl"), weight=1, column="code")
 

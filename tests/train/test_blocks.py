@@ -24,12 +24,16 @@ from tests.train.results import logged, no_file_above
 SEQ_LEN = 20
 
 
+def set_small_sizes(patch):
+    """Several pieces a document, several passes, a buffer smaller than a source, many states."""
+    patch.setattr(data, "SHUFFLE_TOKENS", 13 * SEQ_LEN)
+    patch.setattr(tokens, "PIECE_CHARACTERS", 90)
+    patch.setattr(data, "STATE_TOKENS", 17 * SEQ_LEN)
+
+
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch):
-    """Several pieces a document, several passes, a buffer smaller than a source, many states."""
-    monkeypatch.setattr(data, "SHUFFLE_TOKENS", 13 * SEQ_LEN)
-    monkeypatch.setattr(tokens, "PIECE_CHARACTERS", 90)
-    monkeypatch.setattr(data, "STATE_TOKENS", 17 * SEQ_LEN)
+    set_small_sizes(monkeypatch)
 
 
 @pytest.fixture
@@ -45,10 +49,14 @@ def corpus(sources, tiny_tokenizer, tmp_path):
     return make
 
 
-@pytest.fixture
-def plain(corpus, tmp_path):
+@pytest.fixture(scope="module")
+def plain(words, digits, tiny_tokenizer, tmp_path_factory):
     """400 blocks, prepared in one go."""
-    return tokens_of(corpus(tmp_path / "plain").prepare(400))
+    directory = tmp_path_factory.mktemp("plain")
+    with pytest.MonkeyPatch.context() as patch:
+        set_small_sizes(patch)
+        whole = make_corpus([words, digits], tiny_tokenizer, SEQ_LEN, directory, 7)
+        return tokens_of(whole.prepare(400))
 
 
 def test_prepared_blocks_are_read_without_their_sources(corpus, plain, monkeypatch):
@@ -58,10 +66,14 @@ def test_prepared_blocks_are_read_without_their_sources(corpus, plain, monkeypat
     assert len(corpus().blocks().held_out) == 7
 
 
-def test_a_preparation_is_extended_to_the_same_blocks(corpus, plain):
+def test_a_preparation_is_extended_to_the_same_blocks_and_holds_out_the_same(
+    corpus, plain, tmp_path
+):
+    held_out = corpus(tmp_path / "at-once").prepare(310).held_out
     for count in (3, 100, 100, 310):
         blocks = corpus().prepare(count)
         assert len(blocks) == count
+        assert torch.equal(blocks.held_out, held_out)
     assert tokens_of(blocks) == plain[:310]
     assert len(corpus().prepare(50)) == 310  # never shortened
 
@@ -382,11 +394,6 @@ def test_a_run_prepares_the_blocks_up_to_its_last_stage_and_says_where_they_are(
     assert printed.count(": blocks of all documents\n") == 2
     run_recipe(recipe, tmp_path / "out", resume=True)
     assert f"data: preparing 48 blocks in {made}\n" in capsys.readouterr().out
-
-
-def test_held_out_blocks_do_not_depend_on_how_many_blocks_are_prepared(corpus, tmp_path):
-    few, many = corpus().prepare(5), corpus(tmp_path / "other").prepare(300)
-    assert torch.equal(few.held_out, many.held_out)
 
 
 def test_a_run_continues_on_blocks_elsewhere(recipe_path, unbroken, tmp_path, monkeypatch):

@@ -12,12 +12,7 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
-from transformers import (
-    AutoModelForCausalLM,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-)
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MistralConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import coca_hf

@@ -79,21 +79,22 @@ class AddsItsOwn:
         return {"input_ids": [1, *letters, 2] if add_special_tokens else letters}
 
 
-def test_special_tokens_stand_once_around_a_document_however_many_pieces_it_has(monkeypatch):
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    {
+        "ab cdefghijklmn op q": "\x01ab cdefghijklmn op q\x02",  # of several pieces
+        **{
+            f"{begin}a\x01b{end}": "\x01a\x01b\x02"
+            for begin in ("\x01", "")
+            for end in ("\x02", "")
+        },
+        "\x01a\x02b\x02\n": "\x01a\x02b\x02\n",  # as rendered chats end
+    }.items(),
+)
+def test_special_tokens_stand_once_around_a_document(text, expected, monkeypatch):
     monkeypatch.setattr(tokens, "PIECE_CHARACTERS", 8)
-    text = "ab cdefghijklmn op q"
-    assert tokens.Encoder(AddsItsOwn(), 256).document(text).tolist() == [1, *map(ord, text), 2]
-
-
-@pytest.mark.parametrize(("begin", "end"), [("\x01", "\x02"), ("\x01", ""), ("", "\x02"), ("", "")])
-def test_a_document_that_has_special_tokens_of_its_own_gets_no_second_ones(begin, end):
-    document = tokens.Encoder(AddsItsOwn(), 256).document(f"{begin}a\x01b{end}")
-    assert document.tolist() == [1, *map(ord, "a\x01b"), 2]
-
-
-def test_a_new_line_after_the_end_of_a_rendered_chat_is_no_reason_for_a_second_one():
-    document = tokens.Encoder(AddsItsOwn(), 256).document("\x01a\x02b\x02\n")
-    assert document.tolist() == [1, *map(ord, "a\x02b\x02\n")]
+    document = tokens.Encoder(AddsItsOwn(), 256).document(text)
+    assert "".join(map(chr, document)) == expected
 
 
 def test_a_document_larger_than_a_dozen_novels_is_named_once_and_trained_on_in_pieces(
@@ -145,17 +146,14 @@ def test_a_link_to_a_file_that_is_gone_or_cannot_be_read_is_refused(corpus, tmp_
 
 
 @pytest.mark.parametrize("method", [lambda corpus: corpus.files, lambda corpus: corpus.prepare(1)])
-def test_a_split_of_local_files_is_refused(digits, corpus, method):
-    source = digits.model_copy(update={"split": "test", "subset": "big"})
+def test_options_that_its_files_do_not_have_are_refused_for_a_source(words, digits, corpus, method):
+    split = digits.model_copy(update={"split": "test", "subset": "big"})
     message = r"digits\.jsonl: got split, subset, which only data sets on the hub have"
     with pytest.raises(CocaError, match=message):
-        method(corpus(source))
-
-
-def test_a_column_of_whole_text_files_is_refused(words, corpus):
+        method(corpus(split))
     message = "got column, which only files of rows have; leave it out"
     with pytest.raises(CocaError, match=message):
-        _ = corpus(words.model_copy(update={"column": "code"})).files
+        method(corpus(words.model_copy(update={"column": "code"})))
 
 
 def test_a_tokenizer_without_eos_is_refused(words, corpus, tiny_tokenizer, monkeypatch):

@@ -17,14 +17,7 @@ from coca_hf.train import stages
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
-from tests.train.layouts import (
-    FSDP2,
-    Run,
-    interrupt_in_step,
-    interrupted_in_step,
-    launch,
-    succeed,
-)
+from tests.train.layouts import FSDP2, Run, interrupt_in_step, interrupted_in_step, launch, succeed
 from tests.train.results import (
     assert_same_losses,
     assert_same_weights,
@@ -114,18 +107,14 @@ def sharded(runs):
     return runs / "stages/out"
 
 
-def test_losses_are_those_of_one_process(sharded, real_unbroken):
+def test_losses_and_held_out_losses_are_those_of_one_process(sharded, real_unbroken):
     for stage in STAGES:
         ours, theirs = sharded / stage, real_unbroken / stage
         for key in ("step", "tokens_seen", "learning_rate"):
             assert logged(ours, key) == logged(theirs, key)
         assert_same_losses(ours, theirs)
-        assert record(sharded / stage)["hardware"]["processes"] == 2
-
-
-def test_the_held_out_loss_is_that_of_one_process(sharded, real_unbroken):
-    for stage in STAGES:
-        ours, theirs = (record(out / stage)["held_out"] for out in (sharded, real_unbroken))
+        assert record(ours)["hardware"]["processes"] == 2
+        ours, theirs = (record(directory)["held_out"] for directory in (ours, theirs))
         assert (ours["blocks"], ours["tokens"]) == (7, 7 * 43)
         error = 1e-6 if stage == "1-k" else 1e-5
         assert ours["before"] == pytest.approx(theirs["before"], abs=error)

@@ -19,9 +19,8 @@ from coca_hf import CocaError
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from tests.train.conftest import make_recipe_tree
-from tests.train.layouts import Run, launch, succeed
+from tests.train.layouts import Run, before_each_step, launch, succeed
 from tests.train.results import STAGES, log_lines
-from tests.train.test_resume import die_in_step_4
 
 wandb = pytest.importorskip("wandb")
 LOGGERS = ["training.report_to=[wandb,trackio]", "training.project=tiny"]
@@ -37,6 +36,16 @@ def log_to(directory, then=None):
     os.environ.update({name: str(value) for name, value in names.items()})
     if then:
         then()
+
+
+def die_in_step_4():
+    """As `kill -9` would, in step 4 of stage qkv, which takes 5 steps."""
+
+    def die_in_stage_2(trainer):
+        if "2-qkv" in trainer.args.output_dir and trainer.state.global_step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    before_each_step(die_in_stage_2)
 
 
 @pytest.fixture(scope="module")

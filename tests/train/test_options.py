@@ -2,7 +2,6 @@
 
 import functools
 import json
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -37,7 +36,7 @@ def run(tiny_coca_dir, texts, tmp_path_factory):
     plain_step, plain_sdpa = StageTrainer.training_step, functional.scaled_dot_product_attention
 
     @functools.cache
-    def run(*options: str, hooks: bool = True):
+    def run(*options: str, watched: bool = True):
         computed = SimpleNamespace(shapes=[], bytes=0, sdpa_calls=0)
 
         def pack(tensor):
@@ -48,8 +47,7 @@ def run(tiny_coca_dir, texts, tmp_path_factory):
         def step(self, *arguments):
             computed.shapes.clear()
             computed.bytes = 0
-            noting = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-            with noting if hooks else nullcontext():
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 return plain_step(self, *arguments)
 
         def sdpa(query, *arguments, **kwargs):
@@ -57,8 +55,9 @@ def run(tiny_coca_dir, texts, tmp_path_factory):
             return plain_sdpa(query, *arguments, **kwargs)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(StageTrainer, "training_step", step)
-            patch.setattr(functional, "scaled_dot_product_attention", sdpa)
+            if watched:
+                patch.setattr(StageTrainer, "training_step", step)
+                patch.setattr(functional, "scaled_dot_product_attention", sdpa)
             recipe = load_recipe(path, ["stages.k.train=all", *options])
             return run_recipe(recipe, tmp_path_factory.mktemp("out"), stage="k"), computed
 
@@ -103,7 +102,7 @@ def test_a_compiled_run_is_the_plain_one(run, tiny_coca_dir):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = ["training.torch_compile=true", "training.torch_compile_backend=aot_eager"]
-    ours, _ = run(*one_layer, *compiled, hooks=False)
+    ours, _ = run(*one_layer, *compiled, watched=False)  # which would split the graph
     assert torch._dynamo.utils.counters["aot_autograd"]["ok"] > 0
     assert_same(ours, plain, atol=1e-6)
 
@@ -196,46 +195,38 @@ def test_a_fused_cross_entropy_is_the_plain_one_with_its_gradients(num_items, mo
     torch.testing.assert_close(torch.autograd.grad(loss, inputs), wanted)
 
 
-@pytest.mark.parametrize("kind", ["CP", "SP", "TP"])
-def test_several_processes_on_one_block_are_refused(train, tmp_path, monkeypatch, kind):
-    monkeypatch.setenv(f"PARALLELISM_CONFIG_{kind}_SIZE", "2")  # as `accelerate launch` does
-    message = f"parallelism_config_{kind.lower()}_size: got 2, expected 1"
-    with pytest.raises(CocaError, match=message):
-        train(stage=None)
-    assert not (tmp_path / "out").exists()
+FSDP, BF16 = {"ACCELERATE_USE_FSDP": "true"}, {"ACCELERATE_MIXED_PRECISION": "bf16"}
+MIXED = ["training.bf16=true", "stages.qkv.bf16=false", "stages.qkv.fp16=true"]
+LAUNCHES = [  # the environment, as `accelerate launch` sets it, and settings
+    *(
+        ({f"PARALLELISM_CONFIG_{kind}_SIZE": "2"}, [], f"config_{kind.lower()}_size: got 2, expe")
+        for kind in ("CP", "SP", "TP")
+    ),
+    # FSDP 1 rounds rotary frequencies
+    (FSDP | {"FSDP_VERSION": "1"}, [], r"fsdp_version: got 1, expected 2: .* fsdp_version: 2 in "),
+    (FSDP, [], r"fsdp_version: got 1, expected 2: .* fsdp_version: 2 in "),
+    (BF16, [], r"s\.k: got mixed_precision bf16 from accelerate launch, expected no: the recipe"),
+    (BF16, MIXED, r"s\.qkv: got mixed_precision bf16 from accelerate launch, expected fp16"),
+    ({}, ["training.fp16=true"], r"s\.k: got fp16 on a CPU, where losses are not scaled; expected"),
+]
 
 
-@pytest.mark.parametrize("version", ["1", None])
-def test_fsdp1_which_rounds_rotary_frequencies_is_refused(train, tmp_path, monkeypatch, version):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # as `accelerate launch` does
-    monkeypatch.delenv("FSDP_VERSION", raising=False)
-    if version:
-        monkeypatch.setenv("FSDP_VERSION", version)
-    with pytest.raises(CocaError, match=r"fsdp_version: got 1, expected 2: .* fsdp_version: 2 in "):
-        train(stage=None)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_launcher_with_another_precision_than_the_stages_is_refused(
-    train, recipe_path, tmp_path, monkeypatch
+@pytest.mark.parametrize(("environment", "settings", "message"), LAUNCHES)
+def test_a_launch_that_would_train_otherwise_than_the_recipe_says_is_refused(
+    train, tmp_path, monkeypatch, environment, settings, message
 ):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch` does
-    message = r"stages\.k: got mixed_precision bf16 from accelerate launch, expected no: the recipe"
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(CocaError, match=message):
-        train(stage=None)
+        train(*settings, stage=None)
     assert not (tmp_path / "out").exists()
-    message = r"stages\.qkv: got mixed_precision bf16 from accelerate launch, expected fp16"
-    settings = ["training.bf16=true", "stages.qkv.bf16=false", "stages.qkv.fp16=true"]
-    with pytest.raises(CocaError, match=message):
-        resolve_stages(load_recipe(recipe_path, settings), tmp_path)
-    assert len(resolve_stages(load_recipe(recipe_path, settings[:1]), tmp_path)) == 3
 
 
-def test_fp16_on_a_cpu_which_would_not_scale_losses_is_refused(train, tmp_path):
-    message = r"stages\.k: got fp16 on a CPU, where losses are not scaled; expected bf16, or neit"
-    with pytest.raises(CocaError, match=message):
-        train("training.fp16=true", "training.use_cpu=true")
-    assert not (tmp_path / "out").exists()
+def test_a_launcher_with_the_precision_of_the_stages_is_not_refused(
+    recipe_path, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert len(resolve_stages(load_recipe(recipe_path, ["training.bf16=true"]), tmp_path)) == 3
 
 
 @pytest.mark.parametrize("has_it", [True, False])

@@ -209,12 +209,11 @@ def test_a_checkpoint_that_cannot_be_used_is_refused_before_anything_is_written(
 
 
 def test_blocks_that_skip_beyond_the_models_positions_are_refused(recipe_path):
-    recipe = load_recipe(recipe_path, ["data.skip_positions=65", "data.seq_len=32"])
+    skipping = ["data.seq_len=32", "data.skip_positions=65"]
     with pytest.raises(CocaError, match="skip_positions: got 65, expected at most 64, the pos"):
-        prepare_recipe(recipe, 1)
-    with pytest.raises(CocaError, match="skip_positions: got 65, expected at most 64, the pos"):
-        check_positions(recipe, LlamaConfig(max_position_embeddings=64))
-    assert check_positions(recipe, LlamaConfig(max_position_embeddings=65)) is None
+        prepare_recipe(load_recipe(recipe_path, skipping), 1)
+    recipe = load_recipe(recipe_path, [*skipping, "config.max_position_embeddings=65"])
+    assert check_positions(recipe, start_config(recipe)) is None
 
 
 @pytest.mark.parametrize("settings", [["skip_positions", "data.seq_len=32"], ["seq_len"]])
@@ -223,17 +222,15 @@ def test_blocks_that_reach_beyond_the_teachers_positions_are_refused(
 ):
     key, *more = settings
     student = AutoConfig.from_pretrained(tiny_coca_dir, max_position_embeddings=128)
-    for reach in (65, 64):
-        settings = [*more, f"data.{key}={reach}", f"teacher={tiny_llama_dir}"]
-        recipe = load_recipe(recipe_path, settings)
-        assert check_positions(recipe, student) is None
-        if reach == 65:
-            message = (
-                rf"data\.{key}: got 65, expected at most 64, the positions of the teacher .*a \("
-            )
-            with pytest.raises(CocaError, match=message):
-                check_teacher(recipe, student)
-    check_teacher(recipe, student)
+    within, beyond = (
+        load_recipe(recipe_path, [*more, f"data.{key}={reach}", f"teacher={tiny_llama_dir}"])
+        for reach in (64, 65)
+    )
+    check_teacher(within, student)
+    assert check_positions(beyond, student) is None
+    message = rf"data\.{key}: got 65, expected at most 64, the positions of the teacher .*a \("
+    with pytest.raises(CocaError, match=message):
+        check_teacher(beyond, student)
 
 
 def test_blocks_longer_than_the_model_was_trained_for_are_announced_by_the_run_and_the_plan(
@@ -313,6 +310,11 @@ def test_a_field_that_the_weights_fix_is_not_overridden(recipe_path, setting, ex
         check_overrides(load_recipe(recipe_path, [f"config.{setting}"]))
 
 
+def assert_in_use(recipe, out):
+    with pytest.raises(CocaError, match="not empty; continue what is there with --resume"):
+        check_out(recipe, out, resume=False)
+
+
 @pytest.mark.parametrize(("out", "prepared"), [("out", "out/blocks"), (".", "prepared")])
 def test_blocks_inside_out_do_not_count_as_a_run(recipe_path, out, prepared, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -324,30 +326,23 @@ def test_blocks_inside_out_do_not_count_as_a_run(recipe_path, out, prepared, tmp
     begin_out(Path(out), recipe, {})
     assert (tmp_path / out / "recipe.yaml").is_file()
     (tmp_path / out / "mine.txt").write_text("mine")
-    with pytest.raises(CocaError, match="not empty; continue what is there with --resume"):
-        check_out(recipe, Path(out), resume=False)
-
-
-def test_a_run_below_the_blocks_directory_counts(recipe_path, tmp_path):
-    recipe = load_recipe(recipe_path, [f"data.prepared={tmp_path}"])
-    begin_out(tmp_path / "run", recipe, {})
-    (tmp_path / "run/1-k").mkdir()
-    (tmp_path / "run/1-k/log.jsonl").write_text("{}")
-    with pytest.raises(CocaError, match="not empty; continue what is there with --resume"):
-        check_out(recipe, tmp_path / "run", resume=False)
+    assert_in_use(recipe, Path(out))
 
 
 OWN_FILES = ["recipe.yaml", "inputs.json", "notes/recipe.yaml", "notes/inputs.json"]
-OWN_FILES += [".download.partial", "notes/.a.1.partial"]
+OWN_FILES += [".download.partial", "notes/.a.1.partial", "1-k/log.jsonl"]
 
 
+@pytest.mark.parametrize("prepared", ["prepared", "."])
 @pytest.mark.parametrize("name", OWN_FILES)
-def test_files_of_ones_own_with_our_names_are_refused_and_kept(recipe_path, tmp_path, name):
-    mine, recipe = tmp_path / "out" / name, load_recipe(recipe_path)
+def test_a_run_and_files_of_ones_own_with_our_names_are_refused_and_kept(
+    recipe_path, tmp_path, name, prepared
+):
+    mine = tmp_path / "out" / name
+    recipe = load_recipe(recipe_path, [f"data.prepared={tmp_path / prepared}"])
     mine.parent.mkdir(parents=True)
     mine.write_text(recipe_path.read_text())  # the same recipe, but without its defaults
-    with pytest.raises(CocaError, match="not empty; continue what is there with --resume"):
-        check_out(recipe, tmp_path / "out", resume=False)
+    assert_in_use(recipe, tmp_path / "out")
     begin_out(tmp_path / "out", recipe, {})
     assert mine.read_text() == recipe_path.read_text()
 
@@ -365,11 +360,6 @@ def test_a_run_refuses_an_out_that_another_holds_under_any_name(
         with pytest.raises(CocaError, match="another coca-train is writing it"):
             run_recipe(load_recipe(recipe_path), other)
         assert not any((tmp_path / "out").iterdir())
-
-
-def test_a_config_without_overrides_is_that_of_the_model(recipe_path, tiny_coca_dir):
-    config = start_config(load_recipe(recipe_path))
-    assert config.to_dict() == AutoConfig.from_pretrained(tiny_coca_dir).to_dict()
 
 
 LORA = {"r": 3, "alpha": 6, "dropout": 0.1}
