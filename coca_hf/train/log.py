@@ -40,7 +40,7 @@ class StageLog(TrainerCallback, ExportableState):
     """Writes log.jsonl, measures speed, and keeps the place of the stage: where it is in the stream
     of blocks, its time, its held-out losses.
 
-    place: goes into every checkpoint; see `start_place`.
+    flops_per_token: for MFU, on GPUs. place: goes into every checkpoint; see `start_place`.
     """
 
     path: Path

@@ -236,7 +236,7 @@ def _run_stage(recipe: Recipe, stage: ResolvedStage, blocks: Blocks, stop: StopR
         stage.directory / "log.jsonl",
         seq_len,
         stage.blocks_per_step,
-        count_flops(recipe, stage.of_recipe),
+        count_flops(recipe, stage.of_recipe) if arguments.device.type == "cuda" else 0,
         options.held_out_steps,
         place,
     )

@@ -11,27 +11,8 @@ import pytest
 import yaml
 
 from coca_cli import main
-from coca_hf.train import flops, stages
 from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import run_recipe
-
-
-@pytest.fixture(scope="session", autouse=True)
-def operations_counted_once():
-    """Counting the operations of a stage takes a third of a small run. Runs of the same shapes share
-    the number, which only GPUs show.
-    """
-    counted = {}
-
-    def count(recipe, stage):
-        shapes = repr((recipe.model, recipe.config, recipe.data.seq_len, stage.train, stage.lora))
-        if shapes not in counted:
-            counted[shapes] = flops.count_flops(recipe, stage)
-        return counted[shapes]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "count_flops", count)
-        yield
 
 
 @pytest.fixture(scope="session")
