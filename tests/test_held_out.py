@@ -67,7 +67,7 @@ def source_of(kind, path) -> Source:
     return make_source(path, string.ascii_lowercase, DOCUMENTS[kind], copies=copies)
 
 
-@pytest.mark.parametrize("weight", [0.01, 1, 100])
+@pytest.mark.parametrize("weight", [0.01, 100])
 @pytest.mark.parametrize("kind", DOCUMENTS)
 def test_no_trace_of_a_held_out_block_is_ever_trained_on_from_its_own_source_or_another(
     kind, weight, prepared, tmp_path
@@ -109,7 +109,7 @@ def test_a_source_is_trained_on_as_it_is_alone_beside_a_small_one(
     assert of_source == alone
 
 
-@pytest.mark.parametrize("blocks", [1, 6, 1000])
+@pytest.mark.parametrize("blocks", [6, 1000])
 @pytest.mark.parametrize("kind", DOCUMENTS)
 def test_the_most_that_is_held_out_includes_what_any_number_of_blocks_holds_out(
     kind, blocks, encoder, tmp_path
