@@ -75,9 +75,8 @@ def test_plans_are_compared_with_what_coca_train_measures(tmp_path, bench, capsy
     bench("plan --smoke --out", tmp_path / "out.json")
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert len(rows) == 5
-    assert [row["error"] for row in rows] == [
-        row["predicted_bytes"] / row["measured_bytes"] - 1 for row in rows
-    ]
+    for row in rows:
+        assert row["error"] == row["predicted_bytes"] / row["measured_bytes"] - 1
     predicted = [row["predicted_bytes"] for row in rows]
     # checkpointing takes less, training all takes more
     assert predicted[1] < predicted[0] < predicted[2]
@@ -105,24 +104,23 @@ def test_a_rival_that_is_wrong_ends_the_run(bench, monkeypatch):
         bench("model --smoke")
 
 
-def test_the_floors_are_printed_beside_what_was_measured(tmp_path, bench, capsys):
-    row = {"rival": "CoCA slack", "length": 8192, "over_llama": 1.0625}
-    (tmp_path / "prefill.json").write_text(json.dumps({"rows": [row]}))
-    bench("floors --results", tmp_path)
-    lines = capsys.readouterr().out.splitlines()
-    (prefill,) = [line for line in lines if "prefill, 7B, 8k" in line]
-    assert prefill.endswith("| 1.06x |")
-    assert sum("not yet measured" in line for line in lines) == 20
-    assert "524,288 and 393,472: 0.7505x" in "\n".join(lines)
-
-
-@pytest.mark.parametrize(("error", "shown"), [("OOM", "out of memory"), (None, "not yet measured")])
-def test_a_ratio_is_out_of_memory_only_where_a_rival_was(tmp_path, bench, capsys, error, shown):
-    row = {"rival": "CoCA slack", "length": 8192, "over_llama": None, "error": error}
+@pytest.mark.parametrize(
+    ("ratio", "error", "shown", "missing"),
+    [
+        *((1.0625, None, "1.06x", 20), (None, "OOM", "out of memory", 20)),
+        (None, None, "not yet measured", 21),
+    ],
+)
+def test_the_floors_are_printed_beside_what_was_measured_or_ran_out_of_memory(
+    tmp_path, bench, capsys, ratio, error, shown, missing
+):
+    row = {"rival": "CoCA slack", "length": 8192, "over_llama": ratio, "error": error}
     (tmp_path / "prefill.json").write_text(json.dumps({"rows": [row]}))
     bench("floors --results", tmp_path)
     lines = capsys.readouterr().out.splitlines()
     assert next(line for line in lines if "prefill, 7B, 8k" in line).endswith(f"| {shown} |")
+    assert sum("not yet measured" in line for line in lines) == missing
+    assert "524,288 and 393,472: 0.7505x" in "\n".join(lines)
 
 
 def test_the_projection_adds_up_measured_layers(tmp_path, bench, capsys):
@@ -281,11 +279,10 @@ def test_the_plot_is_of_ratios_to_llama(tmp_path, bench):
         ]
         return {"task": task, "rows": rows}
 
+    decode = {"LLaMA sdpa": (1.0, 1.0), "slack": (1.1, 1.4), "strict": (1.2, 1.5)}
     results = [
         result("prefill-bench", LLaMA=(1.0, 1.0), slack=(1.01, 1.02)),
-        result(
-            "decode-step-bench", **{"LLaMA sdpa": (1.0, 1.0)}, slack=(1.1, 1.4), strict=(1.2, 1.5)
-        ),
+        result("decode-step-bench", **decode),
     ]
     files = [tmp_path / f"{number}.json" for number in range(2)]
     for file, one in zip(files, results, strict=True):
@@ -299,8 +296,6 @@ def test_the_plot_is_of_ratios_to_llama(tmp_path, bench):
         "decoding, slack": [1.1, 1.4],
         "decoding, strict": [1.2, 1.5],
     }
-    with pytest.raises(
-        SystemExit,
-        match="got a result of 'train-bench', expected one of prefill-bench, decode-step",
-    ):
+    said = "got a result of 'train-bench', expected one of prefill-bench, decode-step"
+    with pytest.raises(SystemExit, match=said):
         found["curves"]([result("train-bench")])

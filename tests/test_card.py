@@ -65,6 +65,10 @@ def write_rows(directory, **fields):
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def card_command(checkpoint, *options):
+    return CliRunner().invoke(evaluate_app, ["card", str(checkpoint), *options])
+
+
 @pytest.fixture
 def checkpoint(tiny_coca_dir, tmp_path):
     return shutil.copytree(tiny_coca_dir, tmp_path / "checkpoint")
@@ -75,9 +79,7 @@ def test_conversion_writes_a_card_that_says_it_is_untrained(tiny_llama_dir, tiny
     record = json.loads((tiny_coca_dir / "conversion.json").read_text())
     assert card.data.library_name == "transformers"
     assert card.data.tags == ["coca", "long-context"]
-    assert (
-        card.data.get("license") is card.data.get("base_model") is card.data.get("datasets") is None
-    )
+    assert not any(card.data.get(name) for name in ("license", "base_model", "datasets"))
     assert f"# {tiny_llama_dir.name} with CoCA" in card.text
     assert "has to be trained before the model is useful" in card.text
     assert "Not trained yet." in card.text
@@ -135,24 +137,23 @@ def test_data_sets_of_the_hub_are_named_and_local_paths_are_not(checkpoint):
     assert "secret" not in card.content
 
 
-def test_the_loss_over_answers_is_part_of_the_objective(checkpoint):
-    stages = [STAGE | {"answer_weight": 0.5, "teacher": None}]
-    (checkpoint / "training.json").write_text(json.dumps(TRAINING | {"stages": stages}))
+@pytest.mark.parametrize(
+    ("stage", "objective"),
+    [
+        (STAGE | {"answer_weight": 0.5, "teacher": None}, "lm + 0.5 answers"),
+        ({name: value for name, value in STAGE.items() if name != "seconds"}, ""),
+    ],
+    ids=["the loss over answers too", "nothing, if an older record lacks it"],
+)
+def test_the_table_of_stages_says_what_was_minimised(checkpoint, stage, objective):
+    (checkpoint / "training.json").write_text(json.dumps(TRAINING | {"stages": [stage]}))
     write_card(checkpoint)
-    assert "| full | all | lm + 0.5 answers | 3 |" in card_of(checkpoint).text
-
-
-def test_what_older_records_lack_is_left_out(checkpoint):
-    stages = [{name: value for name, value in STAGE.items() if name != "seconds"}]
-    (checkpoint / "training.json").write_text(json.dumps(TRAINING | {"stages": stages}))
-    write_card(checkpoint)
-    assert "| full | all |  | 3 |" in card_of(checkpoint).text
+    assert f"| full | all | {objective} | 3 |" in card_of(checkpoint).text
 
 
 def test_the_card_command_adds_measured_tables_and_the_base(checkpoint, tmp_path):
     write_rows(tmp_path)
-    options = ["card", str(checkpoint), "--rows", str(tmp_path), "--base-model", "owner/model"]
-    result = CliRunner().invoke(evaluate_app, options)
+    result = card_command(checkpoint, "--rows", str(tmp_path), "--base-model", "owner/model")
     assert result.exit_code == 0, result.output
     card = card_of(checkpoint)
     assert "| tiny | 0.60 | 0.40 |" in card.text
@@ -161,32 +162,29 @@ def test_the_card_command_adds_measured_tables_and_the_base(checkpoint, tmp_path
     assert card.data.base_model == "owner/model"
     assert yaml.safe_load(card.content.split("---")[1])["base_model"] == "owner/model"
     # what is not given again stays
-    assert CliRunner().invoke(evaluate_app, options[:2]).exit_code == 0
+    assert card_command(checkpoint).exit_code == 0
     assert card_of(checkpoint).content == card.content
 
 
 def test_rows_of_another_model_or_of_earlier_weights_give_a_warning(checkpoint, tmp_path):
-    def card_command():
-        return CliRunner().invoke(evaluate_app, ["card", str(checkpoint), "--rows", str(tmp_path)])
-
-    own = fingerprint(str(checkpoint), None, False)
-    write_rows(tmp_path, fingerprint=own)
-    assert "warning" not in card_command().output
-    rows = [ROW | {"length": 9, "value": 0.5, "fingerprint": "earlier"}]
+    rows = "--rows", str(tmp_path)
+    write_rows(tmp_path, fingerprint=fingerprint(str(checkpoint), None, False))
+    assert "warning" not in card_command(checkpoint, *rows).output
     with (tmp_path / "rows.jsonl").open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+        earlier = ROW | {"length": 9, "value": 0.5, "fingerprint": "earlier"}
+        file.write(json.dumps(earlier) + "\n")
     notice = "tiny: its rows are of 2 states of its files"
-    assert notice in " ".join(card_command().output.split())
+    assert notice in " ".join(card_command(checkpoint, *rows).output.split())
     assert f"> {notice}" in card_of(checkpoint).text
     os.utime(checkpoint / "model.safetensors", (1, 1))
-    assert "no row was measured on these files, as they are now" in card_command().output
+    said = "no row was measured on these files, as they are now"
+    assert said in card_command(checkpoint, *rows).output
 
 
 def test_a_card_written_by_hand_is_left_as_it_is(checkpoint):
     (checkpoint / "README.md").write_text("By hand.")
-    with pytest.raises(
-        CocaError, match=r"README.md: not written by coca_hf, and left as it is; move it"
-    ):
+    refused = "README.md: not written by coca_hf, and left as it is; move it"
+    with pytest.raises(CocaError, match=refused):
         write_card(checkpoint)
     assert (checkpoint / "README.md").read_text() == "By hand."
     (checkpoint / "README.md").write_text(f"{MARK}\nAn older card.")
@@ -195,14 +193,11 @@ def test_a_card_written_by_hand_is_left_as_it_is(checkpoint):
 
 
 def test_the_card_command_leaves_a_card_that_somebody_edited(checkpoint):
-    def card_command():
-        return CliRunner().invoke(evaluate_app, ["card", str(checkpoint)])
-
     card = checkpoint / "README.md"
-    assert card_command().exit_code == 0
+    assert card_command(checkpoint).exit_code == 0
     text = card.read_text() + "\n## My limitations\n"
     card.write_text(text)
-    refused = card_command().exception
+    refused = card_command(checkpoint).exception
     assert isinstance(refused, CocaError)
     assert "README.md: was edited since coca_hf wrote it, and is left as it is" in str(refused)
     assert card.read_text() == text

@@ -27,9 +27,8 @@ def train(base, steps, lr):
     """The base with an adapter of rank 3 after steps of AdamW, and the loss of each step."""
     torch.manual_seed(0)
     targets = ["q_proj", "t_proj", "v_proj"]
-    model = get_peft_model(
-        base, LoraConfig(r=3, lora_alpha=12, target_modules=targets, task_type="CAUSAL_LM")
-    )
+    lora = LoraConfig(r=3, lora_alpha=12, target_modules=targets, task_type="CAUSAL_LM")
+    model = get_peft_model(base, lora)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     losses = []
     for _ in range(steps):
@@ -75,24 +74,16 @@ def test_a_merged_model_is_a_plain_coca_checkpoint_with_equal_logits_and_tokens(
     assert not any(report.values())
     assert not any("lora" in name for name, _ in loaded.named_parameters())
     assert (logits(loaded) - expected).abs().max() < 1e-5 * expected.abs().max()
-    prompt = {
-        "input_ids": IDS,
-        "attention_mask": torch.ones_like(IDS),
-        "max_new_tokens": 9,
-        "do_sample": False,
-    }
-    assert torch.equal(loaded.generate(**prompt), trained.generate(**prompt))
+    greedy = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 9, "do_sample": False}
+    found, expected = (model.generate(input_ids=IDS, **greedy) for model in (loaded, trained))
+    assert torch.equal(found, expected)
 
 
 def test_qlora_trains_over_four_bits_and_merges_into_the_full_model(tiny_coca_dir, tmp_path):
     pytest.importorskip("bitsandbytes", reason="QLoRA needs bitsandbytes")
-    base = AutoModelForCausalLM.from_pretrained(
-        tiny_coca_dir,
-        quantization_config=BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
-        ),
-        device_map="cpu",
-    )
+    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+    how = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **nf4)}
+    base = AutoModelForCausalLM.from_pretrained(tiny_coca_dir, **how, device_map="cpu")
     assert base.model.layers[0].self_attn.t_proj.weight.dtype == torch.uint8  # two numbers a byte
     model, losses = train(prepare_model_for_kbit_training(base), 8, 0.02)
     assert losses[-1] < losses[0] - 0.1

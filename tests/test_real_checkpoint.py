@@ -151,10 +151,8 @@ stages:
     assert row["tokens_seen"] == 16 * 4 * 128
     assert math.isfinite(values[result])
 
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(result),
-        AutoTokenizer.from_pretrained(result),
-    )
+    model = AutoModelForCausalLM.from_pretrained(result)
+    tokenizer = AutoTokenizer.from_pretrained(result)
     prompt = tokenizer("The import statement", return_tensors="pt")
     output = model.generate(**prompt, max_new_tokens=8, do_sample=False)
     assert output.shape[1] == prompt.input_ids.shape[1] + 8

@@ -21,18 +21,11 @@ OPTIONS |= {"disable_tqdm": True, "use_cpu": True, "bf16": False}
 
 
 def make_trainer(checkpoint, out_dir):
-    arguments = SFTConfig(
-        output_dir=str(out_dir),
-        packing=True,
-        per_device_train_batch_size=3,
-        max_steps=5,
-        learning_rate=2e-2,
-        lr_scheduler_type="constant",
-        **OPTIONS,
-    )
-    return SFTTrainer(
-        str(checkpoint), args=arguments, train_dataset=Dataset.from_dict({"text": TEXTS})
-    )
+    steps = {"per_device_train_batch_size": 3, "max_steps": 5, "lr_scheduler_type": "constant"}
+    options = OPTIONS | steps | {"packing": True, "learning_rate": 2e-2}
+    arguments = SFTConfig(output_dir=str(out_dir), **options)
+    texts = Dataset.from_dict({"text": TEXTS})
+    return SFTTrainer(str(checkpoint), args=arguments, train_dataset=texts)
 
 
 def test_sft_trains_from_a_directory_name_with_packing_and_saves_a_coca_checkpoint(
@@ -56,17 +49,11 @@ def test_sft_trains_from_a_directory_name_with_packing_and_saves_a_coca_checkpoi
 
 
 def test_a_reward_model_trains_from_the_name_of_a_converted_directory(tiny_coca_dir, tmp_path):
-    arguments = RewardConfig(
-        output_dir=str(tmp_path / "run"),
-        per_device_train_batch_size=5,
-        max_steps=8,
-        learning_rate=1e-2,
-        **OPTIONS,
-    )
+    steps = {"per_device_train_batch_size": 5, "max_steps": 8, "learning_rate": 1e-2}
+    arguments = RewardConfig(output_dir=str(tmp_path / "run"), **OPTIONS, **steps)
     texts = {"chosen": [text + "yes" for text in TEXTS], "rejected": [t + " no" for t in TEXTS]}
-    trainer = RewardTrainer(
-        str(tiny_coca_dir), args=arguments, train_dataset=Dataset.from_dict(texts)
-    )
+    texts = Dataset.from_dict(texts)
+    trainer = RewardTrainer(str(tiny_coca_dir), args=arguments, train_dataset=texts)
     assert type(trainer.model) is CocaLlamaForSequenceClassification
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -82,9 +69,8 @@ def test_packed_texts_get_the_logits_that_each_has_alone(tiny_coca_dir, tmp_path
     batch = {name: value for name, value in batch.items() if name != "labels"}
     with torch.no_grad():
         packed = model(**batch, use_cache=False).logits[0].split(row["seq_lengths"])
-        for ids, logits in zip(
-            batch["input_ids"][0].split(row["seq_lengths"]), packed, strict=True
-        ):
+        alone = batch["input_ids"][0].split(row["seq_lengths"])
+        for ids, logits in zip(alone, packed, strict=True):
             assert (model(ids[None]).logits[0] - logits).abs().max() < 1e-5 * logits.abs().max()
 
 

@@ -84,12 +84,8 @@ def coca_eval(monkeypatch, capsys):
     return run
 
 
-PAIRS = [
-    ("two and two", " make four"),
-    ("the cat sat on", " the mat"),
-    ("a b c d", " e"),
-    ("1 2 3 4 5", " 6 7"),
-]
+PAIRS = [("two and two", " make four"), ("the cat sat on", " the mat")]
+PAIRS += [("a b c d", " e"), ("1 2 3 4 5", " 6 7")]
 NEW_TOKENS = 7
 
 

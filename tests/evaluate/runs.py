@@ -17,6 +17,7 @@ OPTIONS = {  # of the command of each measurement
     "attention-maps": "--data BOOKS --lengths 30,60 --baseline LLAMA",
     "speed": "--lengths 30,60 --modes prefill --repeats 2 --warmup 0 --baseline LLAMA "
     "--baseline-name plain",
+    "tasks": "--tasks coca_likelihood,coca_answer --batch-size 2 --include-path TASKS",
 }
 
 

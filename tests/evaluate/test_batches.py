@@ -173,18 +173,15 @@ def test_a_row_records_the_batch_size_of_auto_and_does_not_depend_on_it(coca, bo
     assert list(perplexity_rows(run_of(coca, tmp_path, 30, batch_size=2), sample, 15)) == [row]
 
 
-def test_a_repeated_run_is_equal_to_the_last_bit(coca, books, tmp_path):
+def test_a_repeated_run_is_equal_to_the_last_bit_and_its_raw_tables_give_its_values(
+    coca, books, tmp_path
+):
     first, second = (measure(coca, books, tmp_path / name) for name in "ab")
     assert lasting(first) == lasting(second)
     for row in first:
-        for path in row["raw"].values():
-            assert (tmp_path / "a" / path).read_bytes() == (tmp_path / "b" / path).read_bytes()
-
-
-def test_every_value_can_be_computed_again_from_the_raw_tables(coca, books, tmp_path):
-    for row in measure(coca, books, tmp_path):
-        (name,) = row["raw"]
-        lines = raw_of(row, tmp_path, name)
+        ((name, path),) = row["raw"].items()
+        assert (tmp_path / "a" / path).read_bytes() == (tmp_path / "b" / path).read_bytes()
+        lines = raw_of(row, tmp_path / "a", name)
         if row["task"] == "perplexity":
             again = value_of(VARIANTS["sliding"], lines)
             assert again == {name: row[name] for name in ("value", "nll", "tokens", "error")}
@@ -213,11 +210,15 @@ def run(*command, **options):
 
 
 TOGETHER = [task for task in OPTIONS if task != "speed"]  # a timing is of one process
-# All of them in the processes of one launch; each would end with the processes' connection
+# All of them in the processes of one launch; each would end with the processes' connection. Every
+# process would take long to read lm-eval's thousands of tasks, and reads ours only.
 ALL = """
 import shlex, sys
 from accelerate import PartialState
+from lm_eval.tasks import TaskManager
 from coca_cli.main import run
+from coca_hf.evaluate import tasks
+tasks._task_manager = lambda path: TaskManager(include_path=path, include_defaults=False)
 end, PartialState.destroy_process_group = PartialState.destroy_process_group, lambda self: None
 for command in sys.argv[1:]:
     sys.argv = ["coca-eval", *shlex.split(command)]
@@ -243,28 +244,17 @@ def assert_close(one, two):
         assert one == two
 
 
-def assert_same_rows(directory, count):
-    """The rows of one process, in `one`, and of two, in `two`, and their raw tables."""
-    one, two = rows_in(directory / "one"), rows_in(directory / "two")
-    assert len(one) == count
-    assert all(row["value"] is not None for row in one)
-    assert_close(lasting(one), lasting(two))
-    assert {row["processes"] for row in two} == {2}
-    for row in one:
-        for name in row["raw"]:
-            assert_close(*(raw_of(row, directory / each, name) for each in ("one", "two")))
-
-
 @pytest.mark.real
 @pytest.mark.parametrize("tasks", [["perplexity"], TOGETHER], ids=["README", "all"])
+@pytest.mark.usefixtures("own_tasks", "one_thread")
 def test_two_processes_make_the_rows_of_one(
-    tiny_coca_dir, tiny_llama_dir, books, tmp_path, coca_eval, one_thread, tasks
+    tiny_coca_dir, tiny_llama_dir, books, task_dir, tmp_path, coca_eval, tasks
 ):
     """Launched as the README says, on a port of its own."""
     commands = {"one": [], "two": []}
     for task, (name, words) in itertools.product(tasks, commands.items()):
         options = OPTIONS[task].replace("BOOKS", str(books))
-        options = options.replace("LLAMA", str(tiny_llama_dir))
+        options = options.replace("LLAMA", str(tiny_llama_dir)).replace("TASKS", str(task_dir))
         words.append(f"{task} {tiny_coca_dir} {options} --out {tmp_path / name}")
     for command in commands["one"]:
         assert coca_eval(command)[0] == 0
@@ -277,24 +267,24 @@ def test_two_processes_make_the_rows_of_one(
     else:
         (tmp_path / "all.py").write_text(ALL)
         out = run(commands["two"], *launcher, program=tmp_path / "all.py")
-    assert [out.count(f"{task} by context length") for task in tasks] == [1] * len(tasks)
-    assert_same_rows(tmp_path, 4 if len(tasks) == 1 else 12)
-
-
-KILLED = {  # the shortest of eight lengths, and the options
-    "perplexity": (20, "--data BOOKS --stride 5"),
-    "passkey": (300, "--cases 12 --new-tokens 9 --batch-size 2"),
-}
+    titles = [f"{task} by context length" if task != "tasks" else "coca_answer" for task in tasks]
+    assert [out.count(title) for title in titles] == [1] * len(tasks)
+    one, two = rows_in(tmp_path / "one"), rows_in(tmp_path / "two")
+    assert len(one) == (4 if len(tasks) == 1 else 14)
+    assert all(row["value"] is not None for row in one)
+    assert_close(lasting(one), lasting(two))
+    assert {row["processes"] for row in two} == {2}
+    for row in one:
+        for name in row["raw"]:
+            assert_close(*(raw_of(row, tmp_path / each, name) for each in ("one", "two")))
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("task", KILLED)
 def test_a_killed_run_continues_after_its_last_complete_row(
-    tiny_coca_dir, books, tmp_path, coca_eval, one_thread, task
+    tiny_coca_dir, books, tmp_path, coca_eval, one_thread
 ):
-    shortest, options = KILLED[task]
-    lengths = ",".join(str(shortest + more) for more in range(8))
-    command = f"{task} {tiny_coca_dir} {options.replace('BOOKS', str(books))} --lengths {lengths}"
+    lengths = ",".join(str(20 + more) for more in range(8))
+    command = f"perplexity {tiny_coca_dir} --data {books} --stride 5 --lengths {lengths}"
     process = start([*command.split(), "--out", tmp_path / "killed"])
     rows = tmp_path / "killed" / "rows.jsonl"
     deadline = time.monotonic() + 120

@@ -32,9 +32,13 @@ def saved(config, directory):
     return directory
 
 
-@pytest.mark.parametrize("constraint", ["slack", "strict"])
 @pytest.mark.parametrize(
-    "fields", [{}, {"num_key_value_heads": 6, "head_dim": 14}, {"tie_word_embeddings": True}]
+    ("constraint", "fields"),
+    [
+        *(("slack", {}), ("slack", {"tie_word_embeddings": True})),
+        ("strict", {"num_key_value_heads": 6, "head_dim": 14}),
+    ],
+    ids=["slack", "tied", "strict"],
 )
 def test_coca_facts_equal_the_loaded_models(tmp_path, constraint, fields):
     saved(LlamaConfig(**(TINY | {"vocab_size": 101} | fields)), tmp_path / "src")
@@ -54,8 +58,6 @@ def test_coca_facts_equal_the_loaded_models(tmp_path, constraint, fields):
 
 NEOX = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 40}
 NEOX |= {"intermediate_size": 60, "vocab_size": 53}
-
-
 PLAIN = [
     LlamaConfig(**TINY, vocab_size=53),
     MistralConfig(**TINY, vocab_size=53, sliding_window=None),
@@ -119,14 +121,8 @@ def test_an_ntk_export_shows_its_trained_length(tmp_path, tiny_coca_dir):
 
 def test_command_prints_lines_json_or_one_line_of_error(tiny_coca_dir, tmp_path, coca_eval):
     lines = coca_eval(f"inspect {tiny_coca_dir} --memory 24GB")[1]
-    said = (
-        "llama, CoCA, slack",
-        "default, base 10,000",
-        "64 tokens",
-        "float32",
-        "tokens in 24.0 GB beside",
-    )
-    assert all(words in lines for words in said)
+    said = ["llama, CoCA, slack", "default, base 10,000", "64 tokens", "float32"]
+    assert all(words in lines for words in [*said, "tokens in 24.0 GB beside"])
     printed = coca_eval(f"inspect {tiny_coca_dir} --json")[1]
     assert json.loads(printed) == inspect_checkpoint(tiny_coca_dir)
     for arguments in (tmp_path / "nothing", tmp_path, f"{tiny_coca_dir} --memory lots"):

@@ -104,13 +104,16 @@ def test_a_model_beside_itself_has_no_harm(llama, books, tmp_path):
     assert all(row[text] == row[f"baseline_{text}"] for text in TEXTS)
 
 
-def test_models_of_two_dtypes_can_be_swapped(pair, books, tmp_path):
-    pair[0].model.bfloat16()
-    row, _, _ = measure(pair, books, tmp_path / "out")
+def test_models_of_two_dtypes_can_be_swapped(llama, coca, books, tmp_path):
+    llama.model.bfloat16()
+    row, _, _ = measure([llama, coca], books, tmp_path / "out")
     assert row["value"] > 0
 
 
-def test_command(tiny_llama_dir, tiny_coca_dir, books, tmp_path, coca_eval):
+def test_the_command_and_the_page_say_which_layers_to_keep_first(
+    tiny_llama_dir, tiny_coca_dir, books, tmp_path, coca_eval, monkeypatch
+):
+    monkeypatch.setattr("coca_hf.report.write.to_png", lambda figure: b"")
     out = tmp_path / "out"
     options = f"--data {books} --lengths 30 --cases 2 --out {out} --name '+ CoCA'"
     code, stdout, stderr = coca_eval(f"layers {tiny_llama_dir} {tiny_coca_dir}", options)
@@ -119,13 +122,10 @@ def test_command(tiny_llama_dir, tiny_coca_dir, books, tmp_path, coca_eval):
     assert re.search(r"^keep first, by 30 tokens: [012],[012],[012]$", stdout, re.MULTILINE)
     assert coca_eval(f"report {out} --out {tmp_path / 'page'}")[0] == 0
     page = (tmp_path / "page" / "report.md").read_text()
-    assert "## Harm of each layer" in page
-    assert "+ CoCA: keep first " in page
-    assert (
-        "| as they are, at length 30 | perplexity | second copy (nats) | read again (nats) |"
-        in page
-    )
-    assert "| tiny-llama | " in page
+    measures = "perplexity | second copy (nats) | read again (nats)"
+    said = ["## Harm of each layer", "+ CoCA: keep first ", "| tiny-llama | "]
+    for words in [*said, f"| as they are, at length 30 | {measures} |"]:
+        assert words in page
     assert (tmp_path / "page" / "layers.png").is_file()
 
 

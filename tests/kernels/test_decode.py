@@ -36,19 +36,19 @@ def check(query, t, value, cos, sin, mask, strict, scaling=None):
     scaling = scaling or query.shape[-1] ** -0.5
     got = decode_attention(query, t, value, cos, sin, mask, scaling, strict)
     key = coca_key(t.double(), cos.double(), sin.double(), "strict" if strict else "slack")
-    key, wide = (
-        x.double().repeat_interleave(query.shape[1] // t.shape[1], dim=1) for x in (key, value)
-    )
-    expected = scaled_dot_product_attention(
-        query.double(), key, wide, attn_mask=mask, scale=scaling
-    )
+    groups = query.shape[1] // t.shape[1]
+    key, wide = (x.double().repeat_interleave(groups, dim=1) for x in (key, value))
+    options = {"attn_mask": mask, "scale": scaling}
+    expected = scaled_dot_product_attention(query.double(), key, wide, **options)
     assert got.dtype == query.dtype
     assert got.shape == expected.shape
     assert (got.double() - expected).norm() <= LIMITS[query.dtype] * expected.norm()
 
 
-@pytest.mark.parametrize("dtype", LIMITS, ids=str)
-@pytest.mark.parametrize("heads", [(5, 5), (6, 2), (12, 1)], ids=["mha", "gqa", "mqa"])
+HEADS = [(5, 5), (6, 2), (12, 1)]  # several, grouped and one of keys
+
+
+@pytest.mark.parametrize(("dtype", "heads"), [*zip(LIMITS, HEADS, strict=True)], ids=str)
 def test_it_is_attention_by_the_keys_that_the_cache_stands_for(dtype, heads):
     *cache, mask = inputs(2, *heads, 37, 24, dtype)
     check(*cache, mask, strict=False)
@@ -94,15 +94,8 @@ def test_any_strides():
     query, t, value, cos, sin, mask = inputs(2, 6, 3, 40, 16)
     longer = torch.nn.functional.pad(t, (0, 0, 5, 9))[..., 5:-9, :]
     spread = torch.stack((value, value), dim=-1).flatten(-2)[..., ::2]
-    check(
-        query.transpose(1, 2).contiguous().transpose(1, 2),
-        longer,
-        spread,
-        cos,
-        sin.mT.contiguous().mT,
-        mask,
-        False,
-    )
+    projected = query.transpose(1, 2).contiguous().transpose(1, 2)
+    check(projected, longer, spread, cos, sin.mT.contiguous().mT, mask, False)
     check(query, t, value, cos, sin, mask.repeat(1, 1, 1, 2)[..., ::2], True)
 
 
@@ -148,12 +141,10 @@ def test_a_model_decodes_with_it_as_near_the_truth_as_with_sdpa(decoded):
         with torch.no_grad():
             for start, end in [(0, 30), *((i, i + 1) for i in range(30, 34))]:
                 chunk, seen = ids[:, start:end].to(DEVICE), mask[:, :end].to(DEVICE)
-                logits.append(
-                    each(chunk, attention_mask=seen, past_key_values=cache).logits[:, -1:]
-                )
-        errors[attention] = (
-            (torch.cat(logits[1:], 1).cpu().double() - truth).norm() / truth.norm()
-        ).item()
+                output = each(chunk, attention_mask=seen, past_key_values=cache)
+                logits.append(output.logits[:, -1:])
+        error = torch.cat(logits[1:], 1).cpu().double() - truth
+        errors[attention] = (error.norm() / truth.norm()).item()
     assert decoded == [length for length in range(31, 35) for _ in range(3)]
     assert errors["coca"] < 1.3 * errors["sdpa"]
 

@@ -40,9 +40,8 @@ def results(fold, q, t, cos, sin, constraint, content):
     """Query, key, and the gradients of q and t under weights that tell all numbers apart."""
     q, t = (x.detach().requires_grad_() for x in (q, t))
     outputs = fold(q, t, cos, sin, constraint, content)
-    weights = [
-        torch.linspace(-1, 2, x.numel(), device=x.device).view(x.shape).to(x.dtype) for x in outputs
-    ]
+    spread = (torch.linspace(-1, 2, x.numel(), device=x.device) for x in outputs)
+    weights = [w.view(x.shape).to(x.dtype) for w, x in zip(spread, outputs, strict=True)]
     gradients = torch.autograd.grad(outputs, (q, t), weights)
     return [x.detach() for x in (*outputs, *gradients)]
 
@@ -56,9 +55,11 @@ def check(q, t, cos, sin, constraint, content=NO_CONTENT):
         assert (one.double() - other).norm() <= LIMITS[q.dtype] * other.norm()
 
 
+HEADS = [(5, 5), (6, 2), (3, 1), (4, 2)]  # several, grouped and one of keys
+
+
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
-@pytest.mark.parametrize("dtype", LIMITS, ids=str)
-@pytest.mark.parametrize("heads", [(5, 5), (6, 2), (3, 1)], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize(("dtype", "heads"), [*zip(LIMITS, HEADS, strict=True)], ids=str)
 @pytest.mark.parametrize("content", [NO_CONTENT, ContentPairs(5), ContentPairs(4, True)], ids=str)
 def test_forward_and_gradients_are_those_of_the_plain_fold(constraint, dtype, heads, content):
     check(*inputs(2, *heads, 11, 24, dtype), constraint, content)
@@ -128,9 +129,8 @@ def test_angles_that_learn_are_refused():
 def test_the_operator_is_what_torch_compile_expects():
     q, t, cos, sin = inputs(2, 4, 2, 5, 8)
     q.requires_grad_()
-    torch.library.opcheck(
-        _fold, (LAYOUTS["as projected"](q), t.requires_grad_(), cos, sin, False, 1, True)
-    )
+    q = LAYOUTS["as projected"](q)
+    torch.library.opcheck(_fold, (q, t.requires_grad_(), cos, sin, False, 1, True))
 
 
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
@@ -163,16 +163,14 @@ def test_a_model_has_the_logits_gradients_and_tokens_of_the_plain_fold(
 def test_a_model_compiles_to_one_graph_around_it(monkeypatch):
     monkeypatch.setitem(FOLDS, DEVICE, fused_fold)
     model, ids = tiny_model(num_hidden_layers=1).to(DEVICE), tokens().to(DEVICE)
-    compiled = torch.compile(
-        copy.deepcopy(model), fullgraph=True, backend="aot_eager", dynamic=False
-    )
+    whole = {"fullgraph": True, "backend": "aot_eager", "dynamic": False}
+    compiled = torch.compile(copy.deepcopy(model), **whole)
     runs = []
     for each in (model, compiled):
         output = each(ids, labels=ids, use_cache=False)
         output.loss.backward()
-        runs.append(
-            (output.logits.detach(), torch.cat([p.grad.flatten() for p in each.parameters()]))
-        )
+        gradients = torch.cat([p.grad.flatten() for p in each.parameters()])
+        runs.append((output.logits.detach(), gradients))
     for got, expected in zip(*runs, strict=True):
         assert (got - expected).norm() < 1e-5 * expected.norm()
 

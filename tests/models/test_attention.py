@@ -112,12 +112,8 @@ def test_query_and_key_of_a_pair_are_collinear_before_rotation():
     q, t = random_inputs(5, 5)
     q = torch.cat((q[..., : D // 2], q[..., : D // 2]), dim=-1)
     position = angles(torch.arange(M))
-    assert (
-        relative_error(
-            folded_scores(q, t, *position, "slack"), folded_scores(q, t, *position, "strict")
-        )
-        < 1e-12
-    )
+    slack, strict = (folded_scores(q, t, *position, kind) for kind in ("slack", "strict"))
+    assert relative_error(slack, strict) < 1e-12
 
 
 @pytest.mark.parametrize("constraint", ["slack", "strict"])

@@ -1,13 +1,15 @@
-"""The HTML page in a real browser, at the width of a desk and of a telephone, in light and dark."""
+"""The page as a person gets it: its files, and the HTML in a real headless Chromium, at the width of
+a desk and of a telephone, in light and dark.
+"""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from coca_hf.report import write_report
-from tests.report.conftest import write_page
-from tests.report.made import row, write_rows
+from tests.report.made import full_run, row, write_rows
 
 RESULTS = Path(__file__).parents[2] / "docs/results/recovery"
 COLORS = """[
@@ -81,15 +83,65 @@ SHARED_IDS = """
   return ids.filter((id, place) => ids.indexOf(id) !== place);
 })()
 """
+FLAGS = [
+    *("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-quic"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+]
+
+
+def write_page(run, out, paper=()):
+    """The HTML page of a run, whose PNGs are empty files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coca_hf.report.write.to_png", lambda figure: b"")
+        return write_report([run], out, paper)
+
+
+@pytest.fixture(scope="module")
+def report_html(tmp_path_factory):
+    """The page of rows of every task, with published curves."""
+    directory = tmp_path_factory.mktemp("report")
+    return write_page(full_run(directory / "run"), directory / "page", ["llama-7b"])
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    """The browser, which `.ci/run` installs."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
+    if not path:
+        pytest.skip("needs Chromium: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(chromium):
+    """Open a file at a width in a colour scheme, and record its console output and requests."""
+    pages = []
+
+    def open_(path, width=1280, scheme="light"):
+        viewport = {"width": width, "height": 844}
+        page = chromium.new_page(viewport=viewport, color_scheme=scheme)
+        pages.append(page)
+        page.said, page.requests = [], []
+        page.on("console", lambda message: page.said.append(message.text))
+        page.on("pageerror", lambda error: page.said.append(str(error)))
+        page.on("request", lambda request: page.requests.append(request.url))
+        page.goto(path.as_uri())
+        return page
+
+    yield open_
+    for page in pages:
+        page.close()
 
 
 @pytest.fixture(scope="module")
 def results_html(tmp_path_factory):
     return write_page(RESULTS, tmp_path_factory.mktemp("results"))
-
-
-def test_the_page_of_every_task_is_drawn_inside_its_frame(open_page, report_html):
-    check_figures(open_page(report_html), report_html)
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
@@ -107,7 +159,7 @@ def test_a_page_is_whole_at_any_width_in_light_and_dark_and_asks_nobody_for_anyt
         assert sum(kind == "line" for kind, _, _ in found) > 10
         assert sum(kind == "text" for kind, _, _ in found) > 300
         assert [one for one in found if one[2] < (3 if one[0] == "line" else 4.5)] == []
-    check_figures(page, results_html)
+        check_figures(page, html)
 
 
 def check_figures(page, html):
@@ -193,3 +245,16 @@ def test_nothing_in_the_file_could_be_fetched(report_html):
     assert "<script" not in text
     assert "@import" not in text
     assert "url(" not in re.sub(r"url\(#\w+\)", "", text)
+
+
+def test_every_figure_is_a_png_for_a_paper_and_stands_in_the_markdown(report_html):
+    directory = report_html.parent
+    page = (directory / "report.md").read_text()
+    pngs = sorted(path.stem for path in directory.glob("*.png"))
+    depths = [f"depth-of-{number}" for number in (1, 2, 3, 4)]
+    assert pngs == sorted(
+        ["perplexity", "position-loss", "passkey", "speed", "speed-2"]
+        + [f"passkey-{which}" for which in ("inside", "beyond", "distance", *depths)]
+        + [f"boundary-{which}" for which in ("angle", "tau", "decay", "layers-of-1", "layers-of-2")]
+    )
+    assert all(page.count(f"]({name}.png)") == 1 for name in pngs)
