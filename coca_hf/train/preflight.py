@@ -313,7 +313,7 @@ def lock(out_dir: Path, until_the_end: ExitStack) -> None:
 
 
 def check_loggers(arguments: TrainingArguments, where: str) -> None:
-    """Raises CocaError for an unknown or missing logger, or a project name that it refuses."""
+    """Raises CocaError for an unknown or missing logger, and for settings that do not work."""
     try:
         for make_callback in get_reporting_integration_callbacks(arguments.report_to):
             make_callback()
@@ -321,6 +321,12 @@ def check_loggers(arguments: TrainingArguments, where: str) -> None:
             from trackio.sqlite_storage import SQLiteStorage
 
             SQLiteStorage.validate_project_name(arguments.project)
+        logs_model = os.environ.get("WANDB_LOG_MODEL")
+        if "wandb" in arguments.report_to and logs_model in ("checkpoint", "end"):
+            raise ValueError(
+                f"got WANDB_LOG_MODEL={logs_model}, expected false: a stage is not complete when "
+                "transformers uploads it; upload its directory afterwards"
+            )
     except (RuntimeError, ValueError, ImportError) as error:
         raise CocaError(f"{where}.report_to: {one_line(error)}") from error
 

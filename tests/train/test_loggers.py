@@ -142,12 +142,20 @@ def test_a_logger_that_is_not_there_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_project_that_trackio_does_not_take_is_refused(recipe_path, tmp_path):
-    settings = ["training.report_to=trackio", "training.project=llama_system"]
-    recipe = load_recipe(recipe_path, settings)
-    message = r"stages\.k\.report_to: Project name 'llama_system' is not allowed"
-    with pytest.raises(CocaError, match=message):
-        run_recipe(recipe, tmp_path / "out")
+@pytest.mark.parametrize(
+    ("logger", "message"),
+    [
+        ("trackio", "Project name 'llama_system' is not allowed"),
+        ("wandb", "got WANDB_LOG_MODEL=end, expected false: a stage is not complete when"),
+    ],
+)
+def test_settings_of_a_logger_that_do_not_work_are_refused(
+    recipe_path, tmp_path, monkeypatch, logger, message
+):
+    monkeypatch.setenv("WANDB_LOG_MODEL", "end")
+    settings = [f"training.report_to={logger}", "training.project=llama_system"]
+    with pytest.raises(CocaError, match=rf"stages\.k\.report_to: {message}"):
+        run_recipe(load_recipe(recipe_path, settings), tmp_path / "out")
     assert not list((tmp_path / "out").glob("*"))
 
 
