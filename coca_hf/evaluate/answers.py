@@ -101,20 +101,24 @@ def answer_ids(tokenizer: Any, text: str, answer: int) -> list[int]:
 
 def check_lengths(
     loaded: LoadedModel, cases: dict[int, list[Drawn]], what: str, ending: str
-) -> None:
-    """Raise CocaError if a length does not fit its prompts, the vocabulary lacks their tokens, or
-    their answers have no tokens of their own.
+) -> int:
+    """Returns the number of tokens of the longest answer.
 
     cases: by length. what: names the prompts. ending: of the message about the length.
+
+    Raises CocaError if a length does not fit its prompts, the vocabulary lacks their tokens, or
+    their answers have no tokens of their own.
     """
+    most = 0
     for length, drawn in cases.items():
         for one in drawn:
             text, _ = one.fill(len(FILLER))
             check_vocabulary(loaded, torch.tensor(prompt_ids(loaded.tokenizer, text)), what)
-            answer_ids(loaded.tokenizer, text, one.answer)
+            most = max(most, len(answer_ids(loaded.tokenizer, text, one.answer)))
         least = max(len(prompt_ids(loaded.tokenizer, one.fill(0)[0])) for one in drawn)
         if length < least:
             raise CocaError(f"--lengths: got {length}, expected at least {least} tokens{ending}")
+    return most
 
 
 def most_that_fits(tokens_of: Callable[[int], int], length: int) -> int:

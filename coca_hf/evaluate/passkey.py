@@ -142,7 +142,8 @@ def passkey_rows(
     new_tokens: by default the variant's. Dynamic NTK is fixed for `length` and the longest answer.
 
     Raises CocaError before any work if a length is too short for the prompt, naming the shortest
-    that fits, and for `new_tokens` of a variant that generates nothing.
+    that fits; for `new_tokens` of a variant that generates nothing; and for fewer than a key has, if
+    the variant compares tokens.
     """
     kind, loaded = VARIANTS[variant], run.loaded
     if new_tokens and not kind.new_tokens:
@@ -152,7 +153,12 @@ def passkey_rows(
         length: [draw(length, seed, number, variant, depths) for number in range(num_cases)]
         for length in run.lengths
     }
-    check_lengths(loaded, drawn, "passkey prompt", ": the passkey prompt without any filler")
+    ending = ": the passkey prompt without any filler"
+    least = check_lengths(loaded, drawn, "passkey prompt", ending)
+    if new_tokens and new_tokens < least and kind.found is _begins_with_key:
+        raise CocaError(
+            f"--new-tokens: got {new_tokens}, expected at least {least}, the tokens of a key"
+        )
     most_tokens = new_tokens or kind.new_tokens
 
     def measure(rope: Rope, length: int, batches: Batches) -> tuple[dict, Raw]:

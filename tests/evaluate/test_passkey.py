@@ -256,7 +256,15 @@ def test_nats_per_digit_are_those_of_all_cases(coca, tmp_path):
     assert row["nats_per_digit"] == pytest.approx(sum(case["nll"] for case in cases) / 15)
 
 
-def test_new_tokens_of_a_variant_without_generation_are_refused(coca, tmp_path):
-    message = "--new-tokens: got 6, but --variant landmark generates nothing; leave it out"
-    with pytest.raises(CocaError, match=message):
-        measure(coca, tmp_path, 330, 1, 6, variant="landmark")
+@pytest.mark.parametrize(
+    ("variant", "new_tokens", "problem"),
+    [
+        ("landmark", 6, "but --variant landmark generates nothing; leave it out"),
+        ("longlora", 5, "expected at least 6, the tokens of a key"),
+    ],
+)
+def test_new_tokens_that_are_too_few_or_of_no_use_are_refused(
+    coca, tmp_path, variant, new_tokens, problem
+):
+    with pytest.raises(CocaError, match=f"--new-tokens: got {new_tokens}, {problem}"):
+        measure(coca, tmp_path, 330, 9, new_tokens, variant=variant)
