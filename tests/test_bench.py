@@ -248,10 +248,8 @@ def test_what_fails_on_the_gpu_is_named_and_the_rest_is_measured(tmp_path):
     names = re.findall(r"out/(\S+)\.json", (tmp_path / "calls").read_text())
     assert names == ["flash", "flash-fp16", "decode", "plan", "calibrate-memory", "train-stages"]
     wrong = run([BENCH / "gpu.sh", tmp_path / "out", "decod"])
-    assert (wrong.returncode, wrong.stderr[:54]) == (
-        2,
-        "error: got decod, expected 1, 2, 3, 4 or one of attent",
-    )
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("error: got decod, expected 1, 2, 3, 4 or one of attention ")
 
 
 def test_what_was_measured_before_a_run_ends_is_kept(tmp_path, bench, monkeypatch):
