@@ -133,6 +133,16 @@ def test_a_fit_in_bfloat16_gets_as_close(case, pairs_of, tmp_path):
     assert rounded.perplexity == pytest.approx(exact.perplexity, rel=0.03)
 
 
+def test_the_start_of_w_t_is_exact_under_autocast(pairs_of):
+    pairs = pairs_of(stock_model("neox-partial").half(), dtype=torch.bfloat16)
+    _, expected = pairs.load(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, found = pairs.load(1)
+    assert torch.equal(found.self_attn.t_proj.weight, expected.self_attn.t_proj.weight)
+    assert found.self_attn.t_proj.weight.dtype == torch.float32
+    assert found.mlp.dense_h_to_4h.weight.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize(
     ("capability", "has_it", "device", "expected"),
     [
@@ -212,6 +222,22 @@ def test_a_coefficient_below_zero_has_a_tenth_of_the_gradient_that_makes_it_grow
     torch.testing.assert_close(t.grad, expected)
     assert (t.grad[t < 0] < 0).any()
     assert (t.grad[t < 0] == 0).any()
+
+
+@pytest.mark.parametrize("length", [5, 100, 2048])
+def test_queries_are_drawn_by_the_weights_that_the_loss_gives_them(length):
+    rows = Strata(length).draw(3000, 2, generator=torch.Generator().manual_seed(0))
+    assert rows.shape == (3000, 2, min(48, length))
+    assert (rows.diff() >= 0).all()
+    expected = torch.arange(1, length + 1) ** -0.5
+    expected[0] = 0
+    found = rows.flatten().bincount(minlength=length) / rows.numel()
+    bins = torch.arange(length) * 5 // length
+    sums = [
+        torch.zeros(5).index_add_(0, bins, weights)
+        for weights in (found, expected / expected.sum())
+    ]
+    torch.testing.assert_close(sums[0], sums[1], rtol=0.02, atol=0.002)
 
 
 @pytest.mark.parametrize("length", [5, 100, 2048])
@@ -328,15 +354,17 @@ def test_repeated_blocks_repeat_passages_of_the_text_and_random_ones(of_source):
     blocks = torch.arange(20 * 300).view(20, 300) % 41
     repeated = repeated_blocks(blocks, tokenizer, config, seed=3)
     assert repeated.shape == blocks.shape
+    periods = []
     for number, row in enumerate(repeated):
         is_text = (row.diff() == 1) | (row.diff() == -40)
         if number % 4 < 2:  # the passage fills the block
-            period = next(p for p in range(1, 301) if torch.equal(row[p:], row[:-p]))
-            assert 16 <= period <= 150
-            assert is_text[: period - 1].all() == (number % 2 == 0)
+            periods.append(next(p for p in range(1, 301) if torch.equal(row[p:], row[:-p])))
+            assert is_text[: periods[-1] - 1].all() == (number % 2 == 0)
         else:  # the block has it twice, 16 tokens or more of it
             assert len({tuple(row[i : i + 16].tolist()) for i in range(285)}) < 285
             assert 10 < is_text.sum() < 299
+    assert all(16 <= period <= 150 for period in periods)
+    assert sum(period <= 128 for period in periods) >= 2
     assert repeated.max() < config.vocab_size
     assert not set(repeated[1::4].flatten().tolist()) & set(tokenizer.all_special_ids)
 

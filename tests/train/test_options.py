@@ -197,17 +197,23 @@ def test_a_fused_cross_entropy_is_the_plain_one_with_its_gradients(num_items, mo
 
 FSDP, BF16 = {"ACCELERATE_USE_FSDP": "true"}, {"ACCELERATE_MIXED_PRECISION": "bf16"}
 MIXED = ["training.bf16=true", "stages.qkv.bf16=false", "stages.qkv.fp16=true"]
+GOT_BF16 = "got mixed_precision bf16 from accelerate launch, expected"
+GOT_FP16 = "got fp16 on a CPU, where losses are not scaled; expected bf16, or neither"
 LAUNCHES = [  # the environment, as `accelerate launch` sets it, and settings
     *(
-        ({f"PARALLELISM_CONFIG_{kind}_SIZE": "2"}, [], f"config_{kind.lower()}_size: got 2, expe")
+        (
+            {f"PARALLELISM_CONFIG_{kind}_SIZE": "2"},
+            [],
+            f"parallelism_config_{kind.lower()}_size: got 2, expected 1",
+        )
         for kind in ("CP", "SP", "TP")
     ),
     # FSDP 1 rounds rotary frequencies
     (FSDP | {"FSDP_VERSION": "1"}, [], r"fsdp_version: got 1, expected 2: .* fsdp_version: 2 in "),
     (FSDP, [], r"fsdp_version: got 1, expected 2: .* fsdp_version: 2 in "),
-    (BF16, [], r"s\.k: got mixed_precision bf16 from accelerate launch, expected no: the recipe"),
-    (BF16, MIXED, r"s\.qkv: got mixed_precision bf16 from accelerate launch, expected fp16"),
-    ({}, ["training.fp16=true"], r"s\.k: got fp16 on a CPU, where losses are not scaled; expected"),
+    (BF16, [], rf"stages\.k: {GOT_BF16} no: the recipe"),
+    (BF16, MIXED, rf"stages\.qkv: {GOT_BF16} fp16"),
+    ({}, ["training.fp16=true"], rf"stages\.k: {GOT_FP16}"),
 ]
 
 
