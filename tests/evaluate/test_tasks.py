@@ -328,7 +328,7 @@ def knows_the_needle(model, tokenizer):
     return prompts
 
 
-@pytest.mark.parametrize("name", ["niah_single_1", "niah_multikey_3"])
+@pytest.mark.parametrize("name", ["niah_single_1", "niah_multikey_2", "niah_multikey_3"])
 def test_a_real_task_of_ruler_fits_the_length_and_scores_one_for_a_model_that_finds_the_needle(
     coca, few_words, tmp_path, name
 ):

@@ -362,6 +362,11 @@ def test_a_run_refuses_an_out_that_another_holds_under_any_name(
         assert not any((tmp_path / "out").iterdir())
 
 
+def test_a_config_without_overrides_is_that_of_the_model(recipe_path, tiny_coca_dir):
+    config = start_config(load_recipe(recipe_path))
+    assert config.to_dict() == AutoConfig.from_pretrained(tiny_coca_dir).to_dict()
+
+
 LORA = {"r": 3, "alpha": 6, "dropout": 0.1}
 
 
