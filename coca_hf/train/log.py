@@ -73,9 +73,10 @@ class StageLog(TrainerCallback, ExportableState):
         """Exclude the time since the last call of `measure` from the speed."""
         self._measured = time.monotonic()
 
-    def measure(self, step: int) -> dict[str, float | None]:
-        """Tokens a second over all processes, from the last call to the end of step `step`; MFU;
-        and the peak of this process's memory, in bytes (on a CPU, its present memory).
+    def measure(self, step: int) -> dict[str, float]:
+        """Tokens a second over all processes, from the last call to the end of step `step`; the
+        peak of this process's memory, in bytes (on a CPU, its present memory); and MFU on a GPU of
+        known peak.
         """
         state, now = PartialState(), time.monotonic()
         tokens = (step - self._measured_step) * self.blocks_per_step * self.seq_len
@@ -86,7 +87,9 @@ class StageLog(TrainerCallback, ExportableState):
             gpu = torch.cuda.get_device_name(state.device)
             memory = torch.cuda.max_memory_allocated()
         mfu = utilization(tokens_per_second, self.flops_per_token, gpu, state.num_processes)
-        return {"tokens_per_second": tokens_per_second, "mfu": mfu, "memory_bytes": memory}
+        # TensorBoard's callback warns of values that are None
+        known = {} if mfu is None else {"mfu": mfu}
+        return {"tokens_per_second": tokens_per_second, "memory_bytes": memory, **known}
 
     def state(self) -> dict:
         return {"args": {}, "attributes": {"place": {**self.place, "seconds": self.seconds}}}
@@ -239,7 +242,7 @@ class ProgressLine(TrainerCallback):
 
 def _values(logs: dict) -> str:
     speed = f"{logs['tokens_per_second']:,.0f} tokens/s"
-    if logs["mfu"] is not None:
+    if "mfu" in logs:
         speed += f", MFU {logs['mfu']:.1%}"
     loss = f"loss {logs['loss']:.4f}, lr {logs['learning_rate']:.3g}"
     return f"{loss}, {speed}, {logs['memory_bytes'] / 2**30:.1f} GiB"

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import TrainerState
+from transformers.integrations import integration_utils
 
 from coca_hf.train.log import ProgressLine, StageLog, start_place, utilization
 from coca_hf.train.recipe import load_recipe
@@ -52,6 +53,7 @@ def test_in_a_directory_that_runs_share_every_stage_has_events_of_its_own(
     train, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "shared"))
+    monkeypatch.setattr(integration_utils.logger, "warning", pytest.fail)  # of values it drops
     train("training.report_to=tensorboard", "stages.qkv.max_steps=1", stage="k")
     train("training.report_to=tensorboard", "stages.qkv.max_steps=1", stage="qkv", resume=True)
     for stage, steps in (("1-k", [1, 2, 3]), ("2-qkv", [1])):
