@@ -121,6 +121,27 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(tiny_llama_d
     assert set(objective.take_means()) == {"loss_lm", "loss_distill", "loss_hidden_states"}
 
 
+def test_hidden_states_are_compared_under_gradient_checkpointing_too(tiny_coca_dir, tiny_llama_dir):
+    ids, found = torch.arange(4, 24)[None], []
+    for is_checkpointed in (False, True):
+        student = load_model(str(tiny_coca_dir)).train()
+        if is_checkpointed:
+            student.gradient_checkpointing_enable()
+        objective = Objective({"hidden_states": 1.0}, load_model(str(tiny_llama_dir)))
+        outputs = student(input_ids=ids, labels=ids, **objective.model_options)
+        assert len(outputs.hidden_states) == student.config.num_hidden_layers + 1
+        loss = objective(outputs.loss, outputs, {"input_ids": ids}, 1)
+        loss.backward()
+        gradients = {
+            name: parameter.grad
+            for name, parameter in student.named_parameters()
+            if parameter.grad is not None
+        }
+        assert any("t_proj" in name for name in gradients)
+        found.append((loss.detach(), gradients))
+    torch.testing.assert_close(*found)
+
+
 def test_a_stage_logs_each_loss_and_saves_no_teacher(recipe_path, tiny_llama_dir, tmp_path):
     before = (tiny_llama_dir / "model.safetensors").read_bytes()
     mixed = "stages.qkv.objective={lm: 0.5, distill: 0.25, hidden_states: 0.125}"
