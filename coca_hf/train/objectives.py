@@ -12,6 +12,7 @@ The original model, the teacher, runs once per batch on the same tokens, without
 GPU has all its weights and computes in the stage's precision.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -205,7 +206,7 @@ class Objective:
         self._logged = list({"lm": 0.0} | self.weights)  # `lm` for curves that can be compared
         self._teacher = teacher.requires_grad_(False).eval() if teacher else None
         self._sums: defaultdict[str, float] = defaultdict(float)
-        self._calls = 0
+        self._counts: defaultdict[str, int] = defaultdict(int)
 
     def __call__(
         self, text_loss: Tensor, logits: Tensor, inputs: Mapping, accumulated: int
@@ -224,18 +225,20 @@ class Objective:
             divergence = distillation_loss(logits, theirs, token_weights)
             losses["distill"] = divergence / accumulated
         for name in self._logged:
-            self._sums[name] += losses[name].item() * accumulated
-        self._calls += 1
+            loss = losses[name].item() * accumulated
+            if math.isfinite(loss):  # that of a bad step would hide the mean of all others
+                self._sums[name] += loss
+                self._counts[name] += 1
         return sum(weight * losses[name] for name, weight in self.weights.items())
 
     def take_means(self) -> dict[str, float]:
         """Each loss, and that of the text, as `loss_<name>`, mean over the steps since the last
-        call and all processes. Every process calls this.
+        call and all processes; without losses that are not numbers, unless there are no others.
+        Every process calls this.
         """
-        sums = torch.tensor(
-            [self._sums[name] for name in self._logged], device=PartialState().device
-        )
-        means = reduce(sums / max(self._calls, 1), "mean").tolist()
+        found = [(self._sums[name], float(self._counts[name])) for name in self._logged]
+        sums, counts = reduce(torch.tensor(found, device=PartialState().device), "sum").T
+        means = (sums / counts).tolist()
         self._sums.clear()
-        self._calls = 0
+        self._counts.clear()
         return {f"loss_{name}": mean for name, mean in zip(self._logged, means, strict=True)}
