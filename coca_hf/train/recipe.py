@@ -77,7 +77,7 @@ NOT_SET = {
         "label_smoothing_factor"
     ),
     "a loss that is not a number stops the run": "logging_nan_inf_filter",
-    "shard with FSDP2, through `accelerate launch`": "deepspeed",
+    "shard with FSDP2, through `accelerate launch`": "deepspeed fsdp fsdp_config",
     "continue a run with --resume": "resume_from_checkpoint",
     "coca-train keeps what --resume needs": (
         "restore_callback_states_from_checkpoint save_only_model"
