@@ -356,6 +356,8 @@ def check_optimizer(arguments: TrainingArguments, where: str) -> None:
         plain = Trainer.get_optimizer_cls_and_kwargs(without, model)[1]
         if arguments.optim_args and plain == options:
             raise ValueError(f"{optim} takes no optim_args")
+        if arguments.optim_target_modules and not options.keys() & {"params", "optimizer_dict"}:
+            raise ValueError(f"{optim} takes no optim_target_modules")
         if not options.keys() & {"params", "model", "optimizer_dict"}:  # of the model itself
             optimizer = kind(model.parameters(), **options)
             kwargs = None if has_bounds(arguments) else arguments.lr_scheduler_kwargs

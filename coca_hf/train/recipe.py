@@ -84,7 +84,7 @@ NOT_SET = {
     ),
     "SIGTERM and SIGUSR1 always write a checkpoint": "enable_jit_checkpoint",
     "Liger patches only the model types that it knows; give fused_cross_entropy: true": (
-        "use_liger_kernel"
+        "use_liger_kernel liger_kernel_config"
     ),
     "give context_parallel_size, and shard with FSDP2 through `accelerate launch`": (
         "parallelism_config"
@@ -100,7 +100,7 @@ NOT_SET = {
     "coca-train only trains; evaluate the result with coca-eval": (
         "eval_* do_* load_best_model_at_end metric_for_best_model greater_is_better "
         "per_device_eval_batch_size *_full_eval batch_eval_metrics prediction_loss_only "
-        "label_names"
+        "label_names include_for_metrics"
     ),
     "upload a finished stage's directory yourself, with `hf upload`": "hub_* push_to_hub*",
 }

@@ -179,6 +179,8 @@ BAD_SETTINGS = {  # or several together
     (FUSED, *DISTILL): "got fused_cross_entropy with objective distill, which needs the logits",
     (FUSED, *ANSWERS): "got fused_cross_entropy with answer_weight, wh",
     "training.use_liger_kernel=true": "give fused_cross_entropy: true",
+    "training.liger_kernel_config={rope: true}": "give fused_cross_entropy: true",
+    "training.include_for_metrics=[loss]": "coca-train only trains; evaluate the result with coca-eval",
     "stages.k.fsdp=full_shard": "shard with FSDP2, through `accelerate launch`",
     "training.fsdp_config={version: 1}": "shard with FSDP2, through `accelerate launch`",
     (SHARED, f"{ATTENTION}=null", *DISTILL): "2 with objective distill, expected lm",
