@@ -539,9 +539,14 @@ def check_positions(recipe: Recipe, config: PreTrainedConfig) -> str | None:
     """A notice if blocks are longer than the model was trained for and nothing in its config shows
     that this is intended; otherwise None.
 
-    Raises CocaError if blocks skip to positions that the model does not have.
+    Raises CocaError if blocks skip to positions that the model does not have, or does not read.
     """
     data, trained = recipe.data, getattr(config, "max_position_embeddings", None) or math.inf
+    if data.skip_positions and "alibi" in config.model_type:
+        raise CocaError(
+            f"data.skip_positions: got {data.skip_positions} for {recipe.start} ({config.model_type}), "
+            "which counts tokens and reads no positions, so nothing would be skipped; leave it out"
+        )
     if data.skip_positions and data.skip_positions > trained:
         raise CocaError(
             f"data.skip_positions: got {data.skip_positions}, expected at most {trained}, the "
