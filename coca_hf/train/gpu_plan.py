@@ -60,7 +60,7 @@ GIB = 2**30
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "other")
 EXCHANGED = "the keys and values that GPUs exchange"
 _BLOCK_BYTES = 512  # CUDA's allocator gives whole blocks
-_NEED_A_GPU = ("bf16", "fp16", "tf32", "fsdp", "torch_compile", "use_cpu")
+_NEED_A_GPU = ("bf16", "fp16", "tf32", "torch_compile", "use_cpu")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from accelerate import PartialState, init_empty_weights
 from accelerate.utils import DistributedType
 from huggingface_hub import snapshot_download
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -111,7 +111,27 @@ def load_model(
             f"{name}: its weights are not those of {type(model).__name__}: {'; '.join(wrong)}; "
             "convert it again"
         )
+    _give_rows_their_own_angles_(model)
     return model
+
+
+def _give_rows_their_own_angles_(model: PreTrainedModel) -> None:
+    """Let transformers' longrope take the factors of every row from that row's last position, in
+    place, as CoCA's does.
+
+    By itself, it takes those of the longest row for a whole batch. With `skip_positions` the blocks
+    of a batch have different last positions, so a block would have other angles beside others.
+    """
+    for module in model.modules():
+        is_theirs = type(module).__module__.startswith("transformers.")
+        if is_theirs and getattr(module, "rope_type", None) == "longrope":
+            module.forward = functools.partial(_angles_by_row, module.forward)
+
+
+def _angles_by_row(angles: Callable, x: Tensor, position_ids: Tensor, *args, **kwargs):
+    """Cosines and sines, each (rows, m, d), of every row of `position_ids` alone."""
+    rows = [angles(x, row, *args, **kwargs) for row in position_ids.split(1)]
+    return tuple(torch.cat(part) for part in zip(*rows, strict=True))
 
 
 @functools.lru_cache(maxsize=1)
@@ -214,9 +234,11 @@ def model_from_config(recipe: Recipe, attn_implementation: str | None = None) ->
     """The recipe's model in float32 with random weights, or without memory on the meta device."""
     config = start_config(recipe)
     with building(config):
-        return AutoModelForCausalLM.from_config(
+        model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=attn_implementation
         )
+    _give_rows_their_own_angles_(model)
+    return model
 
 
 def start_model(recipe: Recipe, attn_implementation: str | None = None) -> PreTrainedModel:
@@ -265,6 +287,7 @@ def unfilled_model(
         lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
     )
     model.tie_weights()
+    _give_rows_their_own_angles_(model)
     return model
 
 

@@ -14,6 +14,7 @@ The original model, the teacher, runs once per batch on the same tokens, without
 GPU has all its weights and computes in the stage's precision.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -239,7 +240,7 @@ class Objective:
         self.model_options = {"output_hidden_states": True} if "hidden_states" in weights else {}
         self._teacher = teacher.requires_grad_(False).eval() if teacher else None
         self._sums: defaultdict[str, float] = defaultdict(float)
-        self._calls = 0
+        self._counts: defaultdict[str, int] = defaultdict(int)
 
     def __call__(
         self, text_loss: Tensor, outputs: Mapping, inputs: Mapping, accumulated: int
@@ -265,18 +266,20 @@ class Objective:
                 distance = hidden_states_loss(states[1:], their_states[1:])  # after each layer
                 losses["hidden_states"] = distance / accumulated
         for name in self._logged:
-            self._sums[name] += losses[name].item() * accumulated
-        self._calls += 1
+            loss = losses[name].item() * accumulated
+            if math.isfinite(loss):  # that of a bad step would hide the mean of all others
+                self._sums[name] += loss
+                self._counts[name] += 1
         return sum(weight * losses[name] for name, weight in self.weights.items())
 
     def take_means(self) -> dict[str, float]:
         """Each loss, and that of the text, as `loss_<name>`, mean over the steps since the last
-        call and all processes. Every process calls this.
+        call and all processes; without losses that are not numbers, unless there are no others.
+        Every process calls this.
         """
-        sums = torch.tensor(
-            [self._sums[name] for name in self._logged], device=PartialState().device
-        )
-        means = reduce(sums / max(self._calls, 1), "mean").tolist()
+        found = [(self._sums[name], float(self._counts[name])) for name in self._logged]
+        sums, counts = reduce(torch.tensor(found, device=PartialState().device), "sum").T
+        means = (sums / counts).tolist()
         self._sums.clear()
-        self._calls = 0
+        self._counts.clear()
         return {f"loss_{name}": mean for name, mean in zip(self._logged, means, strict=True)}

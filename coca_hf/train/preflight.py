@@ -356,6 +356,8 @@ def check_optimizer(arguments: TrainingArguments, where: str) -> None:
         plain = Trainer.get_optimizer_cls_and_kwargs(without, model)[1]
         if arguments.optim_args and plain == options:
             raise ValueError(f"{optim} takes no optim_args")
+        if arguments.optim_target_modules and not options.keys() & {"params", "optimizer_dict"}:
+            raise ValueError(f"{optim} takes no optim_target_modules")
         if not options.keys() & {"params", "model", "optimizer_dict"}:  # of the model itself
             optimizer = kind(model.parameters(), **options)
             kwargs = None if has_bounds(arguments) else arguments.lr_scheduler_kwargs
@@ -537,9 +539,14 @@ def check_positions(recipe: Recipe, config: PreTrainedConfig) -> str | None:
     """A notice if blocks are longer than the model was trained for and nothing in its config shows
     that this is intended; otherwise None.
 
-    Raises CocaError if blocks skip to positions that the model does not have.
+    Raises CocaError if blocks skip to positions that the model does not have, or does not read.
     """
     data, trained = recipe.data, getattr(config, "max_position_embeddings", None) or math.inf
+    if data.skip_positions and "alibi" in config.model_type:
+        raise CocaError(
+            f"data.skip_positions: got {data.skip_positions} for {recipe.start} ({config.model_type}), "
+            "which counts tokens and reads no positions, so nothing would be skipped; leave it out"
+        )
     if data.skip_positions and data.skip_positions > trained:
         raise CocaError(
             f"data.skip_positions: got {data.skip_positions}, expected at most {trained}, the "

@@ -77,14 +77,14 @@ NOT_SET = {
         "label_smoothing_factor"
     ),
     "a loss that is not a number stops the run": "logging_nan_inf_filter",
-    "shard with FSDP2, through `accelerate launch`": "deepspeed",
+    "shard with FSDP2, through `accelerate launch`": "deepspeed fsdp fsdp_config",
     "continue a run with --resume": "resume_from_checkpoint",
     "coca-train keeps what --resume needs": (
         "restore_callback_states_from_checkpoint save_only_model"
     ),
     "SIGTERM and SIGUSR1 always write a checkpoint": "enable_jit_checkpoint",
     "Liger patches only the model types that it knows; give fused_cross_entropy: true": (
-        "use_liger_kernel"
+        "use_liger_kernel liger_kernel_config"
     ),
     "give context_parallel_size, and shard with FSDP2 through `accelerate launch`": (
         "parallelism_config"
@@ -100,7 +100,7 @@ NOT_SET = {
     "coca-train only trains; evaluate the result with coca-eval": (
         "eval_* do_* load_best_model_at_end metric_for_best_model greater_is_better "
         "per_device_eval_batch_size *_full_eval batch_eval_metrics prediction_loss_only "
-        "label_names"
+        "label_names include_for_metrics"
     ),
     "upload a finished stage's directory yourself, with `hf upload`": "hub_* push_to_hub*",
 }

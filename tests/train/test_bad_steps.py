@@ -3,6 +3,7 @@
 Accelerate scales losses only on GPUs; here it does on a CPU, too, with torch's own scaler.
 """
 
+import itertools
 import json
 import re
 import shutil
@@ -13,7 +14,7 @@ from accelerate import Accelerator
 from transformers import Trainer
 
 from coca_hf import CocaError
-from coca_hf.train import preflight
+from coca_hf.train import objectives, preflight
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.run_directory import last_checkpoint
 from tests.train.corpora import corpus_of, tokens_of
@@ -58,6 +59,27 @@ def test_bad_steps_that_are_allowed_are_skipped_without_a_trace(train, bad_losse
     first, second, _ = logged(result)
     assert second == pytest.approx(first)  # the running mean replaces a loss that is not a number
     assert_same_weights(result, train(*settings, "stages.k.max_steps=1", out=tmp_path / "once"))
+
+
+def test_a_bad_step_hides_no_mean_of_an_objectives_parts(
+    train, tiny_llama_dir, tmp_path, monkeypatch
+):
+    settings = [f"teacher={tiny_llama_dir}", "stages.k.objective={lm: 0.5, distill: 0.5}"]
+    settings += ["training.max_bad_steps=3", "training.save_strategy=no"]
+    plain, calls = objectives.distillation_loss, itertools.count(1)
+
+    def bad_in_step_2(*arguments):
+        return plain(*arguments) * (NAN if next(calls) == 2 else 1)
+
+    monkeypatch.setattr(objectives, "distillation_loss", bad_in_step_2)
+    first, second, third = log_lines(train(*settings))
+    assert second["loss_distill"] is None
+    calls = itertools.count(1)
+    [line] = log_lines(train(*settings, "training.logging_steps=3", out=tmp_path / "together"))
+    parts = (first["loss_distill"] + third["loss_distill"]) / 2
+    assert line["loss_distill"] == pytest.approx(parts)
+    lm = [each["loss_lm"] for each in (first, second, third)]
+    assert line["loss_lm"] == pytest.approx(sum(lm) / 3)
 
 
 @pytest.mark.parametrize(("interval", "unknown"), [(1, [1, 2]), (3, [3])])

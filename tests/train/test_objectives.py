@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.nn.functional import kl_div
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from coca_hf.train import objectives
 from coca_hf.train.model import load_model, load_teacher
@@ -106,6 +106,24 @@ def test_a_teacher_kept_in_half_precision_predicts_the_same_bits_under_autocast(
     with torch.autocast("cpu", dtype), torch.no_grad():
         ids = torch.arange(4, 64).view(2, 30)
         assert torch.equal(half(input_ids=ids).logits, whole(input_ids=ids).logits)
+
+
+def test_a_teacher_with_longrope_predicts_the_same_for_a_block_alone_and_beside_longer_ones(
+    tmp_path,
+):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0, 4.0, 8.0, 16.0]}
+    lengths = {"original_max_position_embeddings": rope["original_max_position_embeddings"]}
+    config = Phi3Config(**TINY, **lengths, vocab_size=11, pad_token_id=0, rope_parameters=rope)
+    config.initializer_range = 0.5
+    Phi3ForCausalLM(config).save_pretrained(tmp_path)
+    teacher, ids = load_model(str(tmp_path)), torch.randint(11, (2, 9))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs["position_ids"] = torch.arange(9) + torch.tensor([[0], [50]]) * (torch.arange(9) > 4)
+    alone = [{name: given[row : row + 1] for name, given in inputs.items()} for row in (0, 1)]
+    with torch.no_grad():
+        expected = torch.cat([teacher(**block, use_cache=False).logits for block in alone])
+        torch.testing.assert_close(teacher(**inputs, use_cache=False).logits, expected)
 
 
 def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(tiny_llama_dir):

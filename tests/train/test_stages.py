@@ -161,6 +161,7 @@ REFUSED = {
     "stages.full.optim_args=quickly": "stages.full: optim adamw_torch_fused, optim_args 'quickly'",
     "stages.full.optim_args=speed=3": "optim_args 'speed=3', lr_scheduler_type linear, lr_scheduler_kwargs None do not "
     "work: adamw_torch_fused takes no optim_args",
+    "stages.full.optim_target_modules=[q_proj]": "do not work: adamw_torch_fused takes no optim_target_modules",
     'stages.full.lr_scheduler_type=cosine stages.full.lr_scheduler_kwargs={"cycles":3}': "do not work: ",
     'stages.full.lr_scheduler_type=cosine stages.full.lr_scheduler_kwargs={"num_cycles":"half"} '
     "stages.full.warmup_steps=1": "do not work: could not convert string to float: 'half'",

@@ -216,6 +216,13 @@ def test_blocks_that_skip_beyond_the_models_positions_are_refused(recipe_path):
     assert check_positions(recipe, start_config(recipe)) is None
 
 
+def test_skipped_positions_are_refused_for_a_model_that_reads_none(scratch_path):
+    skipping = ["data.seq_len=32", "data.skip_positions=64"]
+    recipe = load_recipe(scratch_path, ["config.model_type=alibi_llama", *skipping])
+    with pytest.raises(CocaError, match=r"got 64 for alibi_llama .* reads no positions"):
+        check_positions(recipe, start_config(recipe))
+
+
 @pytest.mark.parametrize("settings", [["skip_positions", "data.seq_len=32"], ["seq_len"]])
 def test_blocks_that_reach_beyond_the_teachers_positions_are_refused(
     recipe_path, tiny_llama_dir, tiny_coca_dir, settings
