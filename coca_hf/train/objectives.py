@@ -3,8 +3,8 @@ predictions or hidden states, or a mix.
 
     lm             cross-entropy with the text
     distill        KL(original || student), per token (Hinton et al., arXiv 1503.02531)
-    hidden_states  log(1 + |student - original|^2 / |original|^2), per token and layer: aligns what
-                   every layer passes on (arXiv 2408.10189, stage 2, has the plain distance)
+    hidden_states  |student - original|^2 / |original|^2, per token and layer: aligns what every
+                   layer passes on (stage 2 of arXiv 2408.10189, relative to the original)
 
 With `answer_weight`, the answers of synthetic lookups count once more: this weight times their mean
 is added to the mean over a block's tokens. The log then has their mean as `loss_answers`; a block
@@ -129,11 +129,10 @@ def distillation_loss(student: Tensor, teacher: Tensor, weights: Tensor | None =
 
 
 def hidden_states_loss(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:
-    """log(1 + |student - teacher|^2 / |teacher|^2), mean over tokens and layers, in float32.
+    """|student - teacher|^2 / |teacher|^2, mean over tokens and layers, in float32.
 
-    student, teacher: hidden states (b, m, hidden) of every layer, of any dtype. The logarithm
-    bounds the gradient of tokens whose norm in the student is a hundred times the teacher's, as
-    that of attention sinks can be. No gradient reaches the teacher. Returns a scalar.
+    student, teacher: hidden states (b, m, hidden) of every layer, of any dtype. No gradient reaches
+    the teacher. Returns a scalar.
     """
     pairs = list(zip(student, teacher, strict=True))
     total = sum(
@@ -167,14 +166,14 @@ def _divergence_of_chunk(
 
 
 def _distance_of_chunk(student: Tensor, gradient: Tensor, teacher: Tensor) -> Tensor:
-    """Sum over tokens of log(1 + distance / size) for the squared distance and the teacher's squared
-    size; its gradient, 2 (student - teacher) / (size + distance), goes into `gradient`.
+    """Sum over tokens of |student - teacher|^2 / |teacher|^2; its gradient, 2 (student - teacher) /
+    |teacher|^2, goes into `gradient`.
     """
     difference = student.float() - teacher.float()
-    distance = difference.square().sum(-1)
     size = teacher.float().square().sum(-1).clamp(min=_LEAST_SIZE)
-    gradient.copy_(difference.mul_((2 / (size + distance))[:, None]))
-    return (distance / size).log1p().sum()
+    total = (difference.square().sum(-1) / size).sum()
+    gradient.copy_(difference.mul_((2 / size)[:, None]))
+    return total
 
 
 def _cross_entropy_of_chunk(logits: Tensor, gradient: Tensor, targets: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def test_hidden_states_are_compared_by_token_and_layer_relative_to_the_teachers(
         for student, teacher in zip(
             students[layer].flatten(0, 1), teachers[layer].flatten(0, 1), strict=True
         ):
-            losses.append(torch.log(1 + ((student - teacher) ** 2).sum() / (teacher**2).sum()))
+            losses.append(((student - teacher) ** 2).sum() / (teacher**2).sum())
     expected = torch.stack(losses).mean()
     wanted = torch.autograd.grad(expected, students)
     loss = hidden_states_loss(students, teachers)
