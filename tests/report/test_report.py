@@ -613,7 +613,7 @@ def test_slack_is_explained_once_with_its_absolute_part_and_an_error_instead_of_
 
 
 def test_a_bound_of_decay_is_drawn_for_strict_and_not_for_slack(figures):
-    lines = [{"distance": distance, "bound_rope": 9.0, "bound_coca": 5.0} for distance in (1, 4)]
+    lines = [{"layer": 0, "distance": s, "bound_rope": 9.0, "bound_coca": 5.0} for s in (1, 4)]
     made = [
         (row(f"coca-{kind}", value=0.0, task="boundary", coca_constraint=kind), "decay", lines)
         for kind in ("slack", "strict")
