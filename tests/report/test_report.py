@@ -151,6 +151,14 @@ def test_all_lines_are_shown_at_one_length_or_say_theirs(page, values, at, names
         assert f"| {name} | {length}.00 | " in made
 
 
+def test_a_loss_by_position_stands_at_the_end_of_its_bucket_in_the_window(figures):
+    """The last bucket of a window of 100 tokens has 40."""
+    buckets = [{"first": 0, "tokens": 60, "nll": 120.0}, {"first": 60, "tokens": 40, "nll": 40.0}]
+    made = row(length=100, task="position-loss", bucket=60), "buckets", buckets
+    line = curves_of(figures(made)["position-loss"])["llama"]
+    assert line.get_xydata().tolist() == [[60, 2.0], [100, 1.0]]
+
+
 def test_distances_are_counted_over_the_lengths_that_all_lines_have(page):
     def made(model, length, correct):
         shared = {"length": length, "value": 0.5, "task": "passkey"}
