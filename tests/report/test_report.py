@@ -171,6 +171,17 @@ def test_distances_are_counted_over_the_lengths_that_all_lines_have(page):
     assert "No length is common to all lines" in page(llama, coca)
 
 
+def test_where_passkeys_are_found_has_its_settings_beside_other_settings(page):
+    made = {"value": 1.0, "task": "passkey"}
+    seeds = [(row(**made, seed=n), "cases", cases_of(0.5, (200, True))) for n in (0, 1)]
+    settings = "100 cases per length, uniform depth, 64 new tokens, seed"
+    both = page(*seeds)
+    for n in (0, 1):
+        said = f"Where, of {settings} {n}:\n\n- llama: 1.00 at every context length and depth"
+        assert said in both
+    assert "Where, of" not in page(seeds[0])
+
+
 def test_contexts_and_perplexities_are_on_log_axes_and_published_curves_dashed(run):
     rows = run(row(value=7.0), row(length=4096, value=96731.2))
     (figure,) = read_page([rows], ["350m"]).figures()
