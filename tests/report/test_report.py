@@ -449,6 +449,15 @@ def test_models_of_one_name_are_told_apart_by_path_and_dtype(run):
     assert values == {first: 8.0, second: 9.0}
 
 
+def test_a_benchmark_that_failed_has_no_metric_and_is_named_with_its_error(page):
+    error = "--shots 2: the benchmark's definition has 0; leave it out"
+    failed = {"metric": None, "filter": None, "stderr": None, "shots": 2, "error": error}
+    made = page(row(value=None, length=None, task="tasks", **failed))
+    assert "| arc\\_easy | reasoning | no metric | 2 shots | none |" in made
+    assert f"- no value for llama on arc\\_easy: {error}" in made
+    assert "None" not in made
+
+
 def test_benchmarks_of_two_models_of_one_name_stay_apart(page):
     task = {"task": "tasks", "length": None}
     path = "/elsewhere/llama"
