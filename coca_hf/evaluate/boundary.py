@@ -400,17 +400,20 @@ def _share_d(counts: np.ndarray) -> float | None:
 def _decay_figure(table: Table, decays: Lines) -> Figure:
     points = {}
     for name, lines in decays.items():
-        bound = "bound_coca" if table.longest[name]["coca_constraint"] else "bound_rope"
-        by_distance: dict[int, list[float]] = {}
+        row, by_distance = table.longest[name], dict[int, list[float]]()
+        kept = row.get("coca_kept_layers") or []
         for line in lines:
-            by_distance.setdefault(line["distance"], []).append(line[bound])
+            is_coca = row["coca_constraint"] and line["layer"] not in kept
+            bound = line["bound_coca" if is_coca else "bound_rope"]
+            by_distance.setdefault(line["distance"], []).append(bound)
         means = {s: float(np.mean(some)) for s, some in sorted(by_distance.items()) if s}
         points[name] = means.items()
     return table.figure(
         "boundary-decay",
         "Upper bound of the attention score against the distance of query and key.",
         "Long-term decay: the bound of a score against the distance of query and key, mean over "
-        f"layers; the bound of RoPE for models without CoCA, that of CoCA for strict{table.at}.",
+        "layers; the bound of RoPE for models without CoCA and for kept layers, that of CoCA for "
+        f"strict{table.at}.",
         points,
         "bound of the score",
         x_label="distance (tokens)",
@@ -434,6 +437,6 @@ MEASUREMENT = Measurement(
     parts=_parts,
     raw={
         "angles": {"layer": int, "head": int, "angle_counts": list[int], "tau_counts": list[int]},
-        "decay": {"distance": int, "bound_rope": float, "bound_coca": float},
+        "decay": {"layer": int, "distance": int, "bound_rope": float, "bound_coca": float},
     },
 )

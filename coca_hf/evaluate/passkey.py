@@ -281,6 +281,8 @@ def _parts(tables: list[Table]) -> list[Part]:
             for case in table.read_raw(row, "cases") or []
         ]
         if cases:
+            # Captions below do not say what their table measured
+            parts += [Text(f"Where, of {table.settings}:")] if len(tables) > 1 else []
             parts += [*_heat_maps(table, cases), *_sides(table, cases), *_by_distance(table, cases)]
     return parts
 

@@ -130,8 +130,9 @@ def _parts(table: Table) -> Iterator[Part]:
         sums: dict[int, list[dict]] = {}
         for bucket in buckets:
             sums.setdefault(bucket["first"], []).append(bucket)
-        points[name] = [
-            (float(first + table.rows[0]["bucket"]), nats_per_token(some))
+        size, length = table.rows[0]["bucket"], table.longest[name]["length"]
+        points[name] = [  # the last bucket may be shorter
+            (float(min(first + size, length)), nats_per_token(some))
             for first, some in sorted(sums.items())
         ]
     if points:

@@ -182,8 +182,13 @@ class Table:
 
     def missing(self) -> list[Part]:
         """Why rows have no value."""
+
+        def place(row: dict) -> str:
+            benchmark = f" on {row['benchmark']}" if "benchmark" in row else ""
+            return benchmark + (f" at {row['length']}" if row["length"] is not None else "")
+
         reasons = [
-            f"no value for {name} at {row['length']}: {row['error']}"
+            f"no value for {name}{place(row)}: {row['error']}"
             for name, rows in self.series.items()
             for row in rows
             if row["value"] is None

@@ -440,7 +440,12 @@ def _ruler_manager(length: int | None = None, tokenizer: str | None = None) -> A
 
 
 def _settings(row: dict) -> str:
-    return f"{row['benchmark']}, {row['metric']} ({row['filter']}), {_shots(row)}"
+    return f"{row['benchmark']}, {_metric(row)}, {_shots(row)}"
+
+
+def _metric(row: dict) -> str:
+    """A benchmark that failed has none."""
+    return f"{row['metric']} ({row['filter']})" if row["metric"] else "no metric"
 
 
 def _shots(row: dict) -> str:
@@ -460,7 +465,6 @@ def _parts(tables: list[Table]) -> list[Part]:
     lines = []
     for table in tables:
         row = table.rows[0]
-        metric = f"{row['metric']} ({row['filter']})"
         for length in table.lengths or (None,):
             cells = {
                 name: MEASUREMENT.show(found)
@@ -469,7 +473,7 @@ def _parts(tables: list[Table]) -> list[Part]:
                 if found["length"] == length
             }
             benchmark = row["benchmark"] + (f" at {length}" if length else "")
-            facts = [benchmark, row["dimension"] or "", metric, _shots(row)]
+            facts = [benchmark, row["dimension"] or "", _metric(row), _shots(row)]
             lines.append([*facts, *(cells.get(name, "") for name in names)])
     header = ["benchmark", "dimension", "metric", "shots", *names]
     missing = [part for table in tables for part in table.missing()]

@@ -108,6 +108,14 @@ def test_the_line_of_decay_is_the_mean_bound_over_layers_of_rope_or_of_strict_co
     assert curves["coca"] == [[s, pytest.approx(21.0 + 0.5 + s)] for s in (1, 4, 16)]
 
 
+def test_a_kept_layer_of_strict_has_the_bound_of_rope(tmp_path):
+    made = row("coca", value=0.5, task="boundary", coca_constraint="strict", coca_kept_layers=[1])
+    made = with_raw(tmp_path / "run", "decay", made, decay_lines(3.0))
+    (figure,) = read_page([write_rows(tmp_path / "run", made)]).figures()
+    (curve,) = drawn(draw(figure.drawing, 5, figure.height, True).axes[0]).values()
+    assert curve == [[s, pytest.approx((21.0 + s + 6.0 / (s + 1)) / 2)] for s in (1, 4, 16)]
+
+
 def test_the_heat_map_has_the_share_of_scenario_d_by_layer_and_head(axes):
     (mesh,) = axes["boundary-layers-of-1"].collections
     expected = [[1 / 3, 1], [1, 2 / 3], [0, 1]]  # heads down, layers across

@@ -151,6 +151,14 @@ def test_all_lines_are_shown_at_one_length_or_say_theirs(page, values, at, names
         assert f"| {name} | {length}.00 | " in made
 
 
+def test_a_loss_by_position_stands_at_the_end_of_its_bucket_in_the_window(figures):
+    """The last bucket of a window of 100 tokens has 40."""
+    buckets = [{"first": 0, "tokens": 60, "nll": 120.0}, {"first": 60, "tokens": 40, "nll": 40.0}]
+    made = row(length=100, task="position-loss", bucket=60), "buckets", buckets
+    line = curves_of(figures(made)["position-loss"])["llama"]
+    assert line.get_xydata().tolist() == [[60, 2.0], [100, 1.0]]
+
+
 def test_distances_are_counted_over_the_lengths_that_all_lines_have(page):
     def made(model, length, correct):
         shared = {"length": length, "value": 0.5, "task": "passkey"}
@@ -161,6 +169,17 @@ def test_distances_are_counted_over_the_lengths_that_all_lines_have(page):
     assert "in tokens, over context lengths 256: each point" in both
     assert "| distance | ≤ 256 |\n| --- | ---: |\n| llama | 1.00 |\n| coca | 1.00 |" in both
     assert "No length is common to all lines" in page(llama, coca)
+
+
+def test_where_passkeys_are_found_has_its_settings_beside_other_settings(page):
+    made = {"value": 1.0, "task": "passkey"}
+    seeds = [(row(**made, seed=n), "cases", cases_of(0.5, (200, True))) for n in (0, 1)]
+    settings = "100 cases per length, uniform depth, 64 new tokens, seed"
+    both = page(*seeds)
+    for n in (0, 1):
+        said = f"Where, of {settings} {n}:\n\n- llama: 1.00 at every context length and depth"
+        assert said in both
+    assert "Where, of" not in page(seeds[0])
 
 
 def test_contexts_and_perplexities_are_on_log_axes_and_published_curves_dashed(run):
@@ -430,6 +449,15 @@ def test_models_of_one_name_are_told_apart_by_path_and_dtype(run):
     assert values == {first: 8.0, second: 9.0}
 
 
+def test_a_benchmark_that_failed_has_no_metric_and_is_named_with_its_error(page):
+    error = "--shots 2: the benchmark's definition has 0; leave it out"
+    failed = {"metric": None, "filter": None, "stderr": None, "shots": 2, "error": error}
+    made = page(row(value=None, length=None, task="tasks", **failed))
+    assert "| arc\\_easy | reasoning | no metric | 2 shots | none |" in made
+    assert f"- no value for llama on arc\\_easy: {error}" in made
+    assert "None" not in made
+
+
 def test_benchmarks_of_two_models_of_one_name_stay_apart(page):
     task = {"task": "tasks", "length": None}
     path = "/elsewhere/llama"
@@ -613,7 +641,7 @@ def test_slack_is_explained_once_with_its_absolute_part_and_an_error_instead_of_
 
 
 def test_a_bound_of_decay_is_drawn_for_strict_and_not_for_slack(figures):
-    lines = [{"distance": distance, "bound_rope": 9.0, "bound_coca": 5.0} for distance in (1, 4)]
+    lines = [{"layer": 0, "distance": s, "bound_rope": 9.0, "bound_coca": 5.0} for s in (1, 4)]
     made = [
         (row(f"coca-{kind}", value=0.0, task="boundary", coca_constraint=kind), "decay", lines)
         for kind in ("slack", "strict")
