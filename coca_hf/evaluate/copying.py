@@ -22,7 +22,7 @@ from coca_hf.evaluate.loaded_model import LoadedModel, Rope, use_rope_
 from coca_hf.evaluate.perplexity import Window, check_loss, compute_windows, token_losses, tokens_of
 from coca_hf.evaluate.rows import Batches, Beside, Count, Identity, Raw, Row, Run, Setting, Shared
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.tables import NBSP, Measurement, Table, data_of, each_table
+from coca_hf.evaluate.tables import NBSP, Measurement, Table, each_table, text_settings
 from coca_hf.page import Part, Text
 from coca_hf.tokens import ordinary_tokens
 
@@ -131,8 +131,10 @@ def _passage(sample: Sample, copy_len: int, seed: int, case_number: int) -> Tens
 
 
 def _settings(row: dict) -> str:
-    copied = f"passages of {data_of(row)}" if row.get("data") else "random tokens"
-    return f"{copied}, {row['cases']} cases per length, seed {row['seed']}"
+    cases = f"{row['cases']} cases per length"
+    if row.get("data"):
+        return f"passages of {text_settings(row)}, {cases}"
+    return f"random tokens, {cases}, seed {row['seed']}"
 
 
 def _parts(table: Table) -> list[Part]:

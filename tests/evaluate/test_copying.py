@@ -82,19 +82,21 @@ def test_a_passage_is_read_again_from_each_document_in_turn(coca, books, tmp_pat
     assert (row["documents"], row["tokens"]) == (3, 7 * 19)
 
 
-def test_random_tokens_and_each_column_of_documents_have_tables_of_their_own(
+def test_random_tokens_and_other_documents_have_tables_of_their_own(
     tiny_coca_dir, tmp_path, coca_eval
 ):
     line = {"text": "the sea is wide and blue " * 9, "code": "for i in range(9): print(i) " * 9}
-    (tmp_path / "two.jsonl").write_text(json.dumps(line) + "\n")
+    (tmp_path / "two.jsonl").write_text(2 * (json.dumps(line) + "\n"))
     options = f"--lengths 32 --cases 2 --out {tmp_path}/out"
-    for data in ("", *(f"--data {tmp_path}/two.jsonl --column {column}" for column in line)):
+    texts = [f"--data {tmp_path}/two.jsonl --column {column}" for column in line]
+    for data in ("", *texts, f"{texts[0]} --documents 1"):
         code, _, stderr = coca_eval(f"copying {tiny_coca_dir}", options, data)
         assert code == 0, stderr
     assert coca_eval(f"report {tmp_path}/out --out {tmp_path}/page")[0] == 0
     page = (tmp_path / "page" / "report.md").read_text()
     assert "Copying: random tokens, 2 cases per length, seed 0" in page
     assert "Copied: random tokens, 2 cases per length, seed 0." in page
-    assert page.count("Copied: passages of") == 2
-    assert "two.jsonl, column code" in page
+    assert page.count("Copied: passages of") == 3
+    for drawn in ("2 documents", "1 document", "column code, 2 documents"):
+        assert f"two.jsonl, {drawn}, 2 cases per length." in page
     assert "2 states" not in page
