@@ -80,6 +80,7 @@ def test_the_table_has_the_mean_over_seeds_and_the_ratio_to_original(tmp_path, m
     values = {"original": 40.0, "calibrated": 100.0, "trained, seed 0": 50.0}
     values["trained, seed 1"] = 70.0
     rows = [row(name, length=256, value=value, **novels) for name, value in values.items()]
+    rows.append(row("calibrated", length=512, value=9.0, **novels))  # not of the original
     for length, value in ((256, 3.5), (1024, 4.0), (4096, None)):  # of lengths, not of seeds
         rows.append(row("original", length=length, value=value, task="copying"))
     for name, value in (("original", 0.0), ("calibrated", 0.5)):
@@ -92,12 +93,12 @@ def test_the_table_has_the_mean_over_seeds_and_the_ratio_to_original(tmp_path, m
     monkeypatch.setattr(sys, "argv", ["table.py", str(tmp_path)])
     runpy.run_path(str(SCRIPTS / "table.py"))
     assert capsys.readouterr().out.splitlines() == [
-        "| run | perplexity, novels, 256 | second copy, 256, nats | second copy, 1024, nats | "
-        "attention, 256, nats | mass on first token, 256 |",
-        "|---|---:|---:|---:|---:|---:|",
-        "| original | 40.0 | 3.50 | 4.00 | 0.00 | 0.50 |",
-        "| calibrated | 100.0, 2.50 x |  |  | 0.50 | 0.50 |",
-        "| trained | 60.0 (50.0 to 70.0), 1.50 x |  |  |  |  |",
+        "| run | perplexity, novels, 256 | perplexity, novels, 512 | second copy, 256, nats | "
+        "second copy, 1024, nats | attention, 256, nats | mass on first token, 256 |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+        "| original | 40.0 |  | 3.50 | 4.00 | 0.00 | 0.50 |",
+        "| calibrated | 100.0, 2.50 x | 9.00 |  |  | 0.50 | 0.50 |",
+        "| trained | 60.0 (50.0 to 70.0), 1.50 x |  |  |  |  |  |",
         "",
         "| run | others (2 heads) | first token (2 heads) |",
         "|---|---:|---:|",

@@ -70,7 +70,8 @@ for run, found in measured.items():
     cells = []
     for column in columns:
         is_ratio = column.startswith("perplexity") and run != "original"
-        ratio = measured["original"][column]["original"] if is_ratio else None
+        of_original = measured.get("original", {}).get(column, {})
+        ratio = of_original.get("original") if is_ratio else None
         cells.append(shown([*found.get(column, {}).values()], ratio))
     print(f"| {run} | " + " | ".join(cells) + " |")
 
