@@ -341,10 +341,11 @@ def check_optimizer(arguments: TrainingArguments, where: str) -> None:
         getattr(choice, "value", choice)
         for choice in (arguments.optim, arguments.lr_scheduler_type)
     )
-    if optim.startswith("schedule_free"):  # the weights that it trains are not those to save
-        raise CocaError(
-            f"{where}: got optim {optim}, expected an optimizer that saves the weights it trains"
-        )
+    unlike = {"schedule_free": "saves the weights it trains"}
+    unlike |= dict.fromkeys(("lomo", "adalomo"), "steps after the backward, to skip bad steps")
+    for name, expected in unlike.items():
+        if optim.startswith(name):
+            raise CocaError(f"{where}: got optim {optim}, expected an optimizer that {expected}")
     given = (
         f"{where}: optim {optim}, optim_args {short(arguments.optim_args)}, lr_scheduler_type "
         f"{schedule}, lr_scheduler_kwargs {short(arguments.lr_scheduler_kwargs)} do not work"

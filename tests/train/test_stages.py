@@ -157,6 +157,7 @@ REFUSED = {
     "config.attention_dropout=-1": "attention_dropout is -1, expected from 0 to below 1",
     "stages.full.optim=adamm": "adamm is not a valid",
     "stages.full.optim=schedule_free_adamw": "stages.full: got optim schedule_free_adamw, expected an",
+    "stages.full.optim=adalomo": "got optim adalomo, expected an optimizer that steps after the backward",
     "stages.full.adam_beta2=1": "do not work: Invalid beta parameter at index 1: 1.0",
     "stages.full.optim_args=quickly": "stages.full: optim adamw_torch_fused, optim_args 'quickly'",
     "stages.full.optim_args=speed=3": "optim_args 'speed=3', lr_scheduler_type linear, lr_scheduler_kwargs None do not "
