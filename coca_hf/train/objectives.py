@@ -1,10 +1,8 @@
 """What a stage minimises: the loss on the text's next token, the distance from the original model's
-predictions or hidden states, or a mix.
+predictions, or a mix.
 
-    lm             cross-entropy with the text
-    distill        KL(original || student), per token (Hinton et al., arXiv 1503.02531)
-    hidden_states  |student - original|^2 / |original|^2, per token and layer: aligns what every
-                   layer passes on (stage 2 of arXiv 2408.10189, relative to the original)
+    lm       cross-entropy with the text
+    distill  KL(original || student), per token (Hinton et al., arXiv 1503.02531)
 
 With `answer_weight`, the answers of synthetic lookups count once more: this weight times their mean
 is added to the mean over a block's tokens. The log then has their mean as `loss_answers`; a block
@@ -16,7 +14,7 @@ GPU has all its weights and computes in the stage's precision.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +28,6 @@ from transformers import PreTrainedModel
 _CHUNK_TOKENS = 1024  # of logits in float32 at a time
 _CHUNK_TOKENS_OF_CPU = 16  # of a vocabulary of 50k: 3 MB, which stays in the cache
 _IGNORED = -100
-_LEAST_SIZE = 1e-6  # squared, of a hidden state that another one is compared with
 
 
 def fuse_cross_entropy_(model: PreTrainedModel) -> None:
@@ -128,20 +125,6 @@ def distillation_loss(student: Tensor, teacher: Tensor, weights: Tensor | None =
     return divergence / student.shape[:-1].numel()
 
 
-def hidden_states_loss(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:
-    """|student - teacher|^2 / |teacher|^2, mean over tokens and layers, in float32.
-
-    student, teacher: hidden states (b, m, hidden) of every layer, of any dtype. No gradient reaches
-    the teacher. Returns a scalar.
-    """
-    pairs = list(zip(student, teacher, strict=True))
-    total = sum(
-        _Chunked.apply(_distance_of_chunk, ours.flatten(0, 1), theirs.flatten(0, 1))
-        for ours, theirs in pairs
-    )
-    return total / (len(pairs) * student[0].shape[:-1].numel())
-
-
 def chunk_cross_entropy_(model: PreTrainedModel) -> None:
     """Let a model compute its loss from logits in chunks, as `distillation_loss` does, in place."""
 
@@ -165,17 +148,6 @@ def _divergence_of_chunk(
     return total
 
 
-def _distance_of_chunk(student: Tensor, gradient: Tensor, teacher: Tensor) -> Tensor:
-    """Sum over tokens of |student - teacher|^2 / |teacher|^2; its gradient, 2 (student - teacher) /
-    |teacher|^2, goes into `gradient`.
-    """
-    difference = student.float() - teacher.float()
-    size = teacher.float().square().sum(-1).clamp(min=_LEAST_SIZE)
-    total = (difference.square().sum(-1) / size).sum()
-    gradient.copy_(difference.mul_((2 / size)[:, None]))
-    return total
-
-
 def _cross_entropy_of_chunk(logits: Tensor, gradient: Tensor, targets: Tensor) -> Tensor:
     """Sum of the cross-entropy with targets (tokens,); its gradient goes into `gradient`."""
     log_p = log_softmax(logits.float(), -1)
@@ -190,10 +162,9 @@ def _cross_entropy_of_chunk(logits: Tensor, gradient: Tensor, targets: Tensor) -
 class _Chunked(torch.autograd.Function):
     """Sum of `loss(logits, gradient, *tensors)` over chunks of the tokens, in float32.
 
-    The forward computes the gradient of the logits (tokens, vocabulary), or of hidden states, a few
-    tokens at a time. In addition to them and the gradient, in their dtype (float32 for float16,
-    whose gradient is scaled before it is rounded), only one chunk is in float32, and it fits in a
-    CPU's cache.
+    The forward computes the gradient of the logits (tokens, vocabulary) a few tokens at a time. In
+    addition to the logits and the gradient, in their dtype (float32 for float16, whose gradient is
+    scaled before it is rounded), only one chunk is in float32, and it fits in a CPU's cache.
     """
 
     @staticmethod
@@ -220,10 +191,7 @@ _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
 class Objective:
-    """A weighted sum of losses, some against a teacher; keeps their means for the log.
-
-    model_options: what the model's forward needs for it.
-    """
+    """A weighted sum of losses, `distill` against a teacher; keeps their means for the log."""
 
     def __init__(
         self,
@@ -236,18 +204,15 @@ class Objective:
             self.weights["answers"] = answer_weight * weights.get("lm", 0.0)
         self.answer_weight = answer_weight
         self._logged = list({"lm": 0.0} | self.weights)  # `lm` for curves that can be compared
-        self.model_options = {"output_hidden_states": True} if "hidden_states" in weights else {}
         self._teacher = teacher.requires_grad_(False).eval() if teacher else None
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._counts: defaultdict[str, int] = defaultdict(int)
 
     def __call__(
-        self, text_loss: Tensor, outputs: Mapping, inputs: Mapping, accumulated: int
+        self, text_loss: Tensor, logits: Tensor, inputs: Mapping, accumulated: int
     ) -> Tensor:
-        """The loss of one of `accumulated` batches, from the loss of its text and what the model
-        returned with `model_options`.
-        """
-        losses, token_weights, logits = {"lm": text_loss}, None, outputs["logits"]
+        """The loss of one of `accumulated` batches, from the loss of its text and its logits."""
+        losses, token_weights = {"lm": text_loss}, None
         if self.answer_weight:
             of_answers = answer_weights(inputs["answers"])
             answers = answer_loss(logits, inputs["input_ids"], of_answers)
@@ -256,14 +221,9 @@ class Objective:
         if (teacher := self._teacher) is not None:
             given = {name: inputs[name] for name in _MODEL_INPUTS if name in inputs}
             with torch.no_grad():
-                theirs = teacher.to(logits.device)(**given, **self.model_options, use_cache=False)
-            if "distill" in self.weights:
-                divergence = distillation_loss(logits, theirs.logits, token_weights)
-                losses["distill"] = divergence / accumulated
-            if "hidden_states" in self.weights:
-                states, their_states = outputs["hidden_states"], theirs.hidden_states
-                distance = hidden_states_loss(states[1:], their_states[1:])  # after each layer
-                losses["hidden_states"] = distance / accumulated
+                theirs = teacher.to(logits.device)(**given, use_cache=False).logits
+            divergence = distillation_loss(logits, theirs, token_weights)
+            losses["distill"] = divergence / accumulated
         for name in self._logged:
             loss = losses[name].item() * accumulated
             if math.isfinite(loss):  # that of a bad step would hide the mean of all others

@@ -58,7 +58,7 @@ from coca_hf.documents import TextSource
 from coca_hf.errors import CocaError, nearest, one_line, short
 from coca_hf.tokens import TOKENS_A_SKIP
 
-ObjectiveName = Literal["lm", "distill", "hidden_states"]
+ObjectiveName = Literal["lm", "distill"]
 
 DEFAULTS = {
     "report_to": ["tensorboard"],
@@ -318,7 +318,7 @@ class Stage(StrictMapping):
 
     @property
     def needs_teacher(self) -> bool:
-        return self.objective.keys() != {"lm"}
+        return "distill" in self.objective
 
     @property
     def needs_logits(self) -> bool:
@@ -594,7 +594,7 @@ def check_stage(stage: Stage, options: StageOptions, data: Data) -> None:
     if "tf32" in stage.training:
         refuse("tf32", "torch has one setting for all stages: give training.tf32")
     if options.fused_cross_entropy and stage.needs_logits:
-        cause = "objective distill" if "distill" in stage.objective else "answer_weight"
+        cause = "objective distill" if stage.needs_teacher else "answer_weight"
         refuse(f"fused_cross_entropy with {cause}, which needs the logits")
     if (sharing := options.context_parallel_size) > 1:
         given = f"context_parallel_size {sharing}"

@@ -289,7 +289,7 @@ def _announce_surprises(recipe: Recipe, stage: ResolvedStage) -> None:
             "recipe's file says; the numbers in its header are for those"
         )
     if recipe.teacher and not stage.of_recipe.needs_teacher:
-        announce(f"{where}: learns nothing from the teacher: its objective is lm alone")
+        announce(f"{where}: learns nothing from the teacher: no objective is distill")
     for override in recipe.overrides_without_effect(stage.of_recipe):
         announce(f"{where}: keeps its own, not {override}; override it there, too, if you mean it")
     if (seed := recipe.trainer_options(stage.of_recipe).get("seed")) is not None:

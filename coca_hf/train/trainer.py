@@ -116,10 +116,9 @@ class StageTrainer(Trainer):
         if self.objective is None:
             return super().compute_loss(model, of_model, return_outputs, num_items_in_batch)
         accumulated = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
-        of_model |= self.objective.model_options
         with self.accelerator.autocast():
             loss, outputs = super().compute_loss(model, of_model, True, num_items_in_batch)
-            return self.objective(loss, outputs, inputs, accumulated)
+            return self.objective(loss, outputs["logits"], inputs, accumulated)
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None

@@ -174,7 +174,7 @@ BAD_SETTINGS = {  # or several together
     "training.bf16_full_eval=true": "coca-train only trains; evaluate the result with coca-eval",
     "training.dataloader_drop_last=true": "coca-train deals out the blocks itself",
     "stages.k.objective=distill": "stages.k: objective distill needs the original model",
-    "stages.k.objective=distil": "stages.k.objective.distil: got 'distil', expected 'lm', 'distill' or 'hidden_states'",
+    "stages.k.objective=distil": "stages.k.objective.distil: got 'distil', expected 'lm' or 'distill'",
     "stages.k.objective={}": "stages.k.objective: got {}, expected one or more",
     (FUSED, *DISTILL): "got fused_cross_entropy with objective distill, which needs the logits",
     (FUSED, *ANSWERS): "got fused_cross_entropy with answer_weight, wh",

@@ -362,7 +362,7 @@ def test_a_recipe_knows_which_overrides_change_the_blocks_of_a_step(setting, glo
 
 ANNOUNCED = {
     "stages.k.global_batch_size=8": "stages.k: got 8 blocks a step, expected 4 as the recipe's file says",
-    "teacher=ORIGINAL": "stages.k: learns nothing from the teacher: its objective is lm alone",
+    "teacher=ORIGINAL": "stages.k: learns nothing from the teacher: no objective is distill",
     "stages.k.warmup_steps=7": "stages.k: got warmup_steps 7 of 1 steps, expected fewer",
     "training.seed=3": "stages.k: got seed 3, which draws adapters, dropout and noise; data.seed draws the blocks",
     "training.logging_steps=2": "stages.k: keeps its own, not training.logging_steps=2; override it",
