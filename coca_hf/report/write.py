@@ -97,6 +97,7 @@ def tables_markdown(tables: Sequence[Table]) -> str:
         parts += [
             escape(f"{about.title}: {table.settings}, {_dtypes(table)}. {about.explanation}"),
             markdown(table.grid()),
+            *map(markdown, table.missing()),
         ]
     rows = [row for table in tables for row in table.rows]
     dates = sorted(row["date"][:10] for row in rows)

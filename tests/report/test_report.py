@@ -396,6 +396,8 @@ def test_tables_for_a_model_card_are_those_of_the_page(run):
     assert markdown.endswith(f"2026-01-02 on {machine}")
     benchmark = run(row(value=0.6123, task="tasks", length=None))
     assert "0.612" in tables_markdown(read_tables([benchmark]))
+    failed = run(row(value=None, error="out of memory"))
+    assert "- no value for llama at 512: out of memory" in tables_markdown(read_tables([failed]))
 
 
 def test_a_value_that_is_none_is_explained_and_the_rest_is_shown(run, page, tmp_path):
