@@ -400,8 +400,9 @@ def _share_d(counts: np.ndarray) -> float | None:
 def _decay_figure(table: Table, decays: Lines) -> Figure:
     points = {}
     for name, lines in decays.items():
-        row, by_distance = table.longest[name], dict[int, list[float]]()
+        row = table.longest[name]
         kept = row.get("coca_kept_layers") or []
+        by_distance: dict[int, list[float]] = {}
         for line in lines:
             is_coca = row["coca_constraint"] and line["layer"] not in kept
             bound = line["bound_coca" if is_coca else "bound_rope"]

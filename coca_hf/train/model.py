@@ -111,8 +111,24 @@ def load_model(
             f"{name}: its weights are not those of {type(model).__name__}: {'; '.join(wrong)}; "
             "convert it again"
         )
-    _give_rows_their_own_angles_(model)
     return model
+
+
+@functools.lru_cache(maxsize=1)
+def load_teacher(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The teacher of a recipe, loaded once for all stages that want the same.
+
+    dtype: the one that autocast multiplies in. Matrices are kept in it, which halves their memory
+    and saves rounding them in every step; the rest, and embeddings that the head shares, is
+    float32.
+    """
+    teacher = load_model(name)
+    embeddings = teacher.get_input_embeddings().weight
+    for module in teacher.modules():
+        if isinstance(module, nn.Linear) and module.weight is not embeddings:
+            module.to(dtype)
+    _give_rows_their_own_angles_(teacher)
+    return teacher
 
 
 def _give_rows_their_own_angles_(model: PreTrainedModel) -> None:
@@ -132,22 +148,6 @@ def _angles_by_row(angles: Callable, x: Tensor, position_ids: Tensor, *args, **k
     """Cosines and sines, each (rows, m, d), of every row of `position_ids` alone."""
     rows = [angles(x, row, *args, **kwargs) for row in position_ids.split(1)]
     return tuple(torch.cat(part) for part in zip(*rows, strict=True))
-
-
-@functools.lru_cache(maxsize=1)
-def load_teacher(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The teacher of a recipe, loaded once for all stages that want the same.
-
-    dtype: the one that autocast multiplies in. Matrices are kept in it, which halves their memory
-    and saves rounding them in every step; the rest, and embeddings that the head shares, is
-    float32.
-    """
-    teacher = load_model(name)
-    embeddings = teacher.get_input_embeddings().weight
-    for module in teacher.modules():
-        if isinstance(module, nn.Linear) and module.weight is not embeddings:
-            module.to(dtype)
-    return teacher
 
 
 def start_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -234,11 +234,9 @@ def model_from_config(recipe: Recipe, attn_implementation: str | None = None) ->
     """The recipe's model in float32 with random weights, or without memory on the meta device."""
     config = start_config(recipe)
     with building(config):
-        model = AutoModelForCausalLM.from_config(
+        return AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=attn_implementation
         )
-    _give_rows_their_own_angles_(model)
-    return model
 
 
 def start_model(recipe: Recipe, attn_implementation: str | None = None) -> PreTrainedModel:
@@ -287,7 +285,6 @@ def unfilled_model(
         lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
     )
     model.tie_weights()
-    _give_rows_their_own_angles_(model)
     return model
 
 
@@ -298,6 +295,7 @@ def stage_model(model: PreTrainedModel, stage: Stage, seed: int = 0) -> nn.Modul
     Raises CocaError for a module that the model does not have, and for `lora` without peft.
     """
     freeze_(model, stage)
+    _give_rows_their_own_angles_(model)
     if stage.lora is None:
         return model
     try:

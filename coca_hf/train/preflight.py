@@ -341,10 +341,12 @@ def check_optimizer(arguments: TrainingArguments, where: str) -> None:
         getattr(choice, "value", choice)
         for choice in (arguments.optim, arguments.lr_scheduler_type)
     )
-    unlike = {"schedule_free": "saves the weights it trains"}
-    unlike |= dict.fromkeys(("lomo", "adalomo"), "steps after the backward, to skip bad steps")
+    unlike = {
+        "schedule_free": "saves the weights it trains",
+        "lomo": "steps after the backward, to skip bad steps",  # adalomo, too
+    }
     for name, expected in unlike.items():
-        if optim.startswith(name):
+        if name in optim:
             raise CocaError(f"{where}: got optim {optim}, expected an optimizer that {expected}")
     given = (
         f"{where}: optim {optim}, optim_args {short(arguments.optim_args)}, lr_scheduler_type "

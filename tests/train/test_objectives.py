@@ -94,7 +94,7 @@ def test_a_teacher_with_longrope_predicts_the_same_for_a_block_alone_and_beside_
     config = Phi3Config(**TINY, **lengths, vocab_size=11, pad_token_id=0, rope_parameters=rope)
     config.initializer_range = 0.5
     Phi3ForCausalLM(config).save_pretrained(tmp_path)
-    teacher, ids = load_model(str(tmp_path)), torch.randint(11, (2, 9))
+    teacher, ids = load_teacher(str(tmp_path)), torch.randint(11, (2, 9))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     inputs["position_ids"] = torch.arange(9) + torch.tensor([[0], [50]]) * (torch.arange(9) > 4)
     alone = [{name: given[row : row + 1] for name, given in inputs.items()} for row in (0, 1)]
