@@ -1,10 +1,12 @@
 """Documents from text, JSON lines, parquet and arrow files, and data sets on the hub."""
 
+import functools
 import glob
 import gzip
 import io
 import itertools
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -63,6 +65,8 @@ def read_documents(
     binary or damaged, a column is missing, or a text is empty, of another type or not UTF-8.
     """
     files = local_files(source)
+    if os.path.isdir(source):
+        _warn_of_other_files(source)
     rows: Iterator[tuple[str, str, Any]]
     if files:
         named = zip(files, names_of(files), strict=True)
@@ -190,6 +194,18 @@ def local_files(source: str) -> list[Path]:
                 f"{file}: is not an ordinary file, expected one; copy its text into a file"
             )
     return files
+
+
+@functools.cache  # once a process: calibration and training read a source several times
+def _warn_of_other_files(directory: str) -> None:
+    names = sorted(entry.name for entry in os.scandir(directory) if entry.is_file())
+    others = [name for name in names if not _suffix(Path(name)) and not name.startswith(".")]
+    if others:
+        more = f" and {len(others) - 3:,} more" if len(others) > 3 else ""
+        logging.getLogger(__name__).warning(
+            f"{directory}: does not read {', '.join(others[:3])}{more}, only "
+            f"{', '.join(SUFFIXES)} files; {AS_ROWS}"
+        )
 
 
 def names_of(files: list[Path]) -> list[str]:

@@ -243,6 +243,17 @@ def test_a_source_with_nothing_to_read_is_named(tmp_path, monkeypatch, path):
         list(read_documents(path))
 
 
+def test_files_of_a_directory_that_are_not_read_are_named_once(tmp_path, caplog):
+    for name in ("a.txt", "b.md", "c.csv", "d", "e.md", ".gitattributes"):
+        (tmp_path / name).write_text("some text")
+    (tmp_path / "deeper").mkdir()
+    for _ in range(2):
+        assert [document.name for document in read_documents(str(tmp_path))] == ["a.txt"]
+    (told,) = caplog.messages
+    assert told.startswith(f"{tmp_path}: does not read b.md, c.csv, d and 1 more, only .txt, ")
+    assert told.endswith('; write other files as rows of a .jsonl, {"text": …}')
+
+
 def test_a_directory_with_text_in_subdirectories_is_refused_with_the_globs_that_say_which(tmp_path):
     (tmp_path / "more").mkdir()
     (tmp_path / "a.txt").write_text("one")
