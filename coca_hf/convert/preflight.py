@@ -73,8 +73,8 @@ def check_layers(
     if calibrate_on is None:
         raise CocaError(
             f"--keep-layers: got {ranked} without --calibrate, which measures the harm of "
-            "an original's layers; name the layers, as in 8,17 (one alone: '8,'), or pass "
-            "--calibrate TEXT"
+            "an original's layers; name the layers, as in 8,17 (one alone: '8,'), or convert "
+            "the original with --calibrate TEXT"
         )
 
 

@@ -215,6 +215,7 @@ def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
         options, own_options = recipe.trainer_options(stage), recipe.own_options(stage)
         # transformers requires it to compute bf16 on a CPU
         options.setdefault("use_cpu", not torch.accelerator.is_available())
+        options.setdefault("tf32", False)  # torch_compile would set it, for later stages too
         with library_errors(f"{where}: the trainer does not take these options"):
             if options["use_cpu"]:  # transformers does not pass ddp_timeout on
                 timeout = timedelta(seconds=options["ddp_timeout"])

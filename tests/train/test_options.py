@@ -107,6 +107,20 @@ def test_a_compiled_run_is_the_plain_one(run, tiny_coca_dir):
     assert_same(ours, plain, atol=1e-6)
 
 
+def test_compilation_leaves_float32_as_it_is_unless_the_recipe_asks_for_tf32(
+    recipe_path, tmp_path, monkeypatch
+):
+    """On a GPU that has TF32; torch has one setting, which would stay on for later stages."""
+    is_on = []
+    monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: True)
+    monkeypatch.setattr("transformers.training_args.enable_tf32", is_on.append)
+    resolve_stages(load_recipe(recipe_path, ["training.torch_compile=true"]), tmp_path)
+    assert is_on[-1] is False
+    asked = ["training.torch_compile=true", "training.tf32=true"]
+    resolve_stages(load_recipe(recipe_path, asked), tmp_path)
+    assert is_on[-1] is True
+
+
 @pytest.mark.parametrize(
     "options", [[], ["training.bf16=true"], ["stages.k.lora={r: 3, alpha: 6}"]]
 )
