@@ -5,6 +5,7 @@ checkpoint makes sure that the disk has room for it (`saving_to`).
 """
 
 import copy
+import functools
 import math
 import os
 from collections.abc import Callable
@@ -400,7 +401,9 @@ def check_model(recipe: Recipe) -> None:
         with models.building(model.config), models.shapes_only(model), torch.no_grad():
             model(input_ids=ids, labels=ids, use_cache=False)
         for stage in recipe.stages:
-            models.stage_model(models.model_from_config(recipe), stage)
+            models.stage_model(model, stage)
+            if stage.lora:  # which stays in the model
+                model = models.model_from_config(recipe)
 
 
 def check_whole(*origins: tuple[str, Path]) -> None:
@@ -438,12 +441,13 @@ def check_kernels(recipe: Recipe) -> None:
     """Raises CocaError for attention that is unknown or does not run here, for a model whose blocks
     cannot be shared among GPUs, and for a fused loss of one that changes its logits.
     """
+    model_with = functools.cache(functools.partial(models.model_from_config, recipe))
     for stage in recipe.stages:
         options, where = recipe.own_options(stage), f"stages.{stage.name}"
         attention = options.attn_implementation
         try:
             with torch.device("meta"):
-                model = models.model_from_config(recipe, attention)
+                model = model_with(attention)
         except CocaError as error:
             raise CocaError(
                 f"{where}: attn_implementation {attention!r} does not run here: "

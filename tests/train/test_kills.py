@@ -147,7 +147,8 @@ def test_a_survivor_of_another_process_says_so_in_one_line_and_does_not_blame_th
     launched = launch(tmp_path, [Run(arguments, FSDP2, DYING[moment])])
     assert launched.wait(120) != 0
     printed = launched.printed()
-    assert "error: another process of this run has ended, see its own message; co" in printed, printed
+    said = "error: another process of this run has ended, see its own message; co"
+    assert said in printed, printed
     assert "cannot be written" not in printed
 
 
