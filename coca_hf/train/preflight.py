@@ -341,9 +341,11 @@ def check_optimizer(arguments: TrainingArguments, where: str) -> None:
         getattr(choice, "value", choice)
         for choice in (arguments.optim, arguments.lr_scheduler_type)
     )
+    in_state = "keeps in its state, as tensors and numbers, all that --resume needs"
     unlike = {
         "schedule_free": "saves the weights it trains",
         "lomo": "steps after the backward, to skip bad steps",  # adalomo, too
+        **dict.fromkeys(("galore", "apollo", "grokadamw"), in_state),
     }
     for name, expected in unlike.items():
         if name in optim:
