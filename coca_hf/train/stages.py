@@ -111,6 +111,8 @@ def run_recipe(
                 with _own_accelerator():
                     _run_stage(recipe, each, blocks, stop)
             gc.collect()  # the trainer refers to itself; free its model before the next is loaded
+            if each.arguments.torch_compile:
+                torch.compiler.reset()  # what it compiled counts towards the next one's limit
         return stages[-1].directory
 
 

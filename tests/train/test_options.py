@@ -107,6 +107,22 @@ def test_a_compiled_run_is_the_plain_one(run, tiny_coca_dir):
     assert_same(ours, plain, atol=1e-6)
 
 
+def test_what_a_stage_compiles_does_not_keep_the_next_from_compiling(recipe_tree, tmp_path):
+    """Held-out blocks, the last batch of them and the training's are compiled each, and torch
+    compiles no more than a limit.
+    """
+    small = {"model_type": "coca_llama", **TINY, "num_hidden_layers": 1}
+    recipe_tree |= {"tokenizer": recipe_tree.pop("model"), "config": small}
+    recipe_tree["data"]["held_out_blocks"] = 3
+    recipe_tree["training"] |= {"torch_compile_backend": "aot_eager", "max_steps": 1}
+    recipe_tree["training"]["per_device_train_batch_size"] = 2
+    stages = [{"name": "k", "train": ["t_proj"]}, {"name": "full", "train": "all"}]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe_tree | {"stages": stages}))
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=3, fail_on_recompile_limit_hit=True):
+        run_recipe(load_recipe(tmp_path / "recipe.yaml"), tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     "options", [[], ["training.bf16=true"], ["stages.k.lora={r: 3, alpha: 6}"]]
 )
