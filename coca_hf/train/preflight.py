@@ -18,6 +18,7 @@ import torch
 from accelerate import ParallelismConfig, PartialState
 from torch import nn
 from transformers import (
+    Adafactor,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -59,6 +60,7 @@ MODELS = ("model", "teacher", "tokenizer")  # keys of a recipe whose values may 
 CONSTANT = ("constant", "constant_with_warmup")  # schedules
 # fields of a config with which a model changes its logits after the head
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+OF_WHOLE_WEIGHTS = (Adafactor, torch.optim.Adagrad)  # as all optimizers of bitsandbytes
 RING_DEVICES = ("cuda",)  # those that torch's ring attention has kernels for
 FIXED_BY_WEIGHTS = {  # or fitted with them: fields of a checkpoint's config
     *("attention_bias", "head_dim", "hidden_size", "intermediate_size", "num_attention_heads"),
@@ -363,6 +365,11 @@ def check_optimizer(arguments: TrainingArguments, where: str) -> None:
             raise ValueError(f"{optim} takes no optim_args")
         if arguments.optim_target_modules and not options.keys() & {"params", "optimizer_dict"}:
             raise ValueError(f"{optim} takes no optim_target_modules")
+        needs_whole = kind in OF_WHOLE_WEIGHTS or kind.__module__.startswith("bitsandbytes.")
+        if needs_whole and models.is_sharded():
+            raise ValueError(
+                f"{optim} cannot step weights that FSDP2 has sharded, adamw_torch_fused can"
+            )
         if not options.keys() & {"params", "model", "optimizer_dict"}:  # of the model itself
             optimizer = kind(model.parameters(), **options)
             kwargs = None if has_bounds(arguments) else arguments.lr_scheduler_kwargs
