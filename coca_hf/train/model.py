@@ -259,16 +259,19 @@ def start_model(recipe: Recipe, attn_implementation: str | None = None) -> PreTr
     return model
 
 
+def is_sharded() -> bool:
+    """Whether Accelerate will shard the weights of a stage among the processes, by FSDP2."""
+    launched = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    # Otherwise Accelerate does not shard
+    return PartialState().distributed_type is DistributedType.MULTI_GPU and all(
+        os.environ.get(name, "").lower() == value for name, value in launched.items()
+    )
+
+
 def weights_are_sent_here() -> bool:
     """Whether Accelerate will send this process its shard of the main process's weights."""
-    launched = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", LOAD_IN_ONE_PROCESS: "true"}
-    state = PartialState()
-    return (
-        not state.is_main_process
-        # Otherwise Accelerate does not shard
-        and state.distributed_type is DistributedType.MULTI_GPU
-        and all(os.environ.get(name, "").lower() == value for name, value in launched.items())
-    )
+    in_one = os.environ.get(LOAD_IN_ONE_PROCESS, "").lower() == "true"
+    return not PartialState().is_main_process and is_sharded() and in_one
 
 
 def unfilled_model(

@@ -19,6 +19,7 @@ import torch
 from accelerate import ParallelismConfig, PartialState
 from torch import nn
 from transformers import (
+    Adafactor,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -60,6 +61,7 @@ MODELS = ("model", "teacher", "tokenizer")  # keys of a recipe whose values may 
 CONSTANT = ("constant", "constant_with_warmup")  # schedules
 # fields of a config with which a model changes its logits after the head
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+OF_WHOLE_WEIGHTS = (Adafactor, torch.optim.Adagrad)
 RING_DEVICES = ("cuda",)  # those that torch's ring attention has kernels for
 FIXED_BY_WEIGHTS = {  # or fitted with them: fields of a checkpoint's config
     *("attention_bias", "head_dim", "hidden_size", "intermediate_size", "num_attention_heads"),
@@ -343,9 +345,11 @@ def check_optimizer(arguments: TrainingArguments, where: str) -> None:
         getattr(choice, "value", choice)
         for choice in (arguments.optim, arguments.lr_scheduler_type)
     )
+    in_state = "keeps in its state, as tensors and numbers, all that --resume needs"
     unlike = {
         "schedule_free": "saves the weights it trains",
         "lomo": "steps after the backward, to skip bad steps",  # adalomo, too
+        **dict.fromkeys(("galore", "apollo", "grokadamw"), in_state),
     }
     for name, expected in unlike.items():
         if name in optim:
@@ -361,21 +365,24 @@ def check_optimizer(arguments: TrainingArguments, where: str) -> None:
         plain = Trainer.get_optimizer_cls_and_kwargs(without, model)[1]
         if arguments.optim_args and plain == options:
             raise ValueError(f"{optim} takes no optim_args")
-        if arguments.optim_target_modules and not options.keys() & {"params", "optimizer_dict"}:
-            raise ValueError(f"{optim} takes no optim_target_modules")
-        if not options.keys() & {"params", "model", "optimizer_dict"}:  # of the model itself
-            optimizer = kind(model.parameters(), **options)
-            kwargs = None if has_bounds(arguments) else arguments.lr_scheduler_kwargs
-            warmup_steps = arguments.get_warmup_steps(num_steps)
-            # transformers ignores them
-            if schedule in CONSTANT and arguments.lr_scheduler_kwargs:
-                raise ValueError(f"{schedule} takes no lr_scheduler_kwargs")
-            if schedule == CONSTANT[0] and warmup_steps:
-                raise ValueError(f"{schedule} has no warm-up, {CONSTANT[1]} has")
-            made = get_scheduler(schedule, optimizer, warmup_steps, num_steps, kwargs)
-            for rate in getattr(made, "lr_lambdas", ()):  # a wrong value may show after the warm-up
-                for step in (warmup_steps, (warmup_steps + num_steps) // 2, num_steps):
-                    float(rate(step))
+        is_8bit = kind.__module__.startswith(("bitsandbytes.", "torchao."))
+        if (kind in OF_WHOLE_WEIGHTS or is_8bit) and models.is_sharded():
+            raise ValueError(
+                f"{optim} cannot step, or not resume, weights that FSDP2 has sharded; "
+                "adamw_torch_fused can"
+            )
+        optimizer = kind(model.parameters(), **options)
+        kwargs = None if has_bounds(arguments) else arguments.lr_scheduler_kwargs
+        warmup_steps = arguments.get_warmup_steps(num_steps)
+        # transformers ignores them
+        if schedule in CONSTANT and arguments.lr_scheduler_kwargs:
+            raise ValueError(f"{schedule} takes no lr_scheduler_kwargs")
+        if schedule == CONSTANT[0] and warmup_steps:
+            raise ValueError(f"{schedule} has no warm-up, {CONSTANT[1]} has")
+        made = get_scheduler(schedule, optimizer, warmup_steps, num_steps, kwargs)
+        for rate in getattr(made, "lr_lambdas", ()):  # a wrong value may show after the warm-up
+            for step in (warmup_steps, (warmup_steps + num_steps) // 2, num_steps):
+                float(rate(step))
 
 
 def check_overrides(recipe: Recipe) -> None:

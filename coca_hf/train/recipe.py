@@ -82,6 +82,7 @@ NOT_SET = {
     "coca-train keeps what --resume needs": (
         "restore_callback_states_from_checkpoint save_only_model"
     ),
+    "only GaLore and APOLLO have them, which cannot continue a run": "optim_target_modules",
     "SIGTERM and SIGUSR1 always write a checkpoint": "enable_jit_checkpoint",
     "Liger patches only the model types that it knows; give fused_cross_entropy: true": (
         "use_liger_kernel liger_kernel_config"

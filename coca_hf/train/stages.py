@@ -111,6 +111,8 @@ def run_recipe(
                 with _own_accelerator():
                     _run_stage(recipe, each, blocks, stop)
             gc.collect()  # the trainer refers to itself; free its model before the next is loaded
+            if each.arguments.torch_compile:
+                torch.compiler.reset()  # what it compiled counts towards the next one's limit
         return stages[-1].directory
 
 
@@ -253,6 +255,8 @@ def _run_stage(recipe: Recipe, stage: ResolvedStage, blocks: Blocks, stop: StopR
             objective=objective,
         )
     _set_callbacks(trainer, stage)
+    # Accelerate turns it on for torch_compile without bf16, and leaves it on for later stages
+    torch.backends.cuda.matmul.allow_tf32 = bool(arguments.tf32)
 
     said = (
         f"{stage.directory}: trains {trained:,} of {total:,} parameters ({trained / total:.1%}) "

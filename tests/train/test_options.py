@@ -107,18 +107,49 @@ def test_a_compiled_run_is_the_plain_one(run, tiny_coca_dir):
     assert_same(ours, plain, atol=1e-6)
 
 
+@pytest.mark.parametrize("settings", [[], ["training.tf32=true"]], ids=["not asked", "asked"])
 def test_compilation_leaves_float32_as_it_is_unless_the_recipe_asks_for_tf32(
-    recipe_path, tmp_path, monkeypatch
+    train, monkeypatch, settings
 ):
-    """On a GPU that has TF32; torch has one setting, which would stay on for later stages."""
-    is_on = []
+    """Where torch_compile is set, TrainingArguments and Accelerator turn TF32 on on a GPU, for all
+    stages that follow.
+    """
+    whole, in_steps = [], []
+    make, step = StageTrainer.create_accelerator_and_postprocess, StageTrainer.training_step
+
+    def make_as_on_a_gpu(self):
+        make(self)
+        torch.backends.cuda.matmul.allow_tf32 = True
+
+    def watched(self, *arguments):
+        in_steps.append(torch.backends.cuda.matmul.allow_tf32)
+        return step(self, *arguments)
+
     monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: True)
-    monkeypatch.setattr("transformers.training_args.enable_tf32", is_on.append)
-    resolve_stages(load_recipe(recipe_path, ["training.torch_compile=true"]), tmp_path)
-    assert is_on[-1] is False
-    asked = ["training.torch_compile=true", "training.tf32=true"]
-    resolve_stages(load_recipe(recipe_path, asked), tmp_path)
-    assert is_on[-1] is True
+    monkeypatch.setattr("transformers.training_args.enable_tf32", whole.append)
+    monkeypatch.setattr(StageTrainer, "create_accelerator_and_postprocess", make_as_on_a_gpu)
+    monkeypatch.setattr(StageTrainer, "training_step", watched)
+    monkeypatch.setattr("accelerate.Accelerator.prepare_model", lambda self, model, **_: model)
+    try:
+        train("training.torch_compile=true", "stages.k.max_steps=1", *settings)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    assert whole[-1] is bool(settings)
+    assert in_steps == [bool(settings)]
+
+
+def test_what_a_stage_compiles_does_not_keep_the_next_from_compiling(recipe_tree, tmp_path):
+    """Forwards on held-out and on other blocks are compiled each, and torch keeps to a limit."""
+    small = {"model_type": "coca_llama", **TINY, "num_hidden_layers": 1}
+    recipe_tree |= {"tokenizer": recipe_tree.pop("model"), "config": small}
+    recipe_tree["data"]["held_out_blocks"] = 2
+    recipe_tree["training"] |= {"torch_compile_backend": "eager", "max_steps": 1}
+    recipe_tree["training"]["per_device_train_batch_size"] = 2
+    stages = [{"name": "k", "train": ["t_proj"]}, {"name": "full", "train": "all"}]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe_tree | {"stages": stages}))
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        run_recipe(load_recipe(tmp_path / "recipe.yaml"), tmp_path / "out")
 
 
 @pytest.mark.parametrize(

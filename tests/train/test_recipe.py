@@ -180,6 +180,7 @@ BAD_SETTINGS = {  # or several together
     (FUSED, *ANSWERS): "got fused_cross_entropy with answer_weight, wh",
     "training.use_liger_kernel=true": "give fused_cross_entropy: true",
     "training.liger_kernel_config={rope: true}": "give fused_cross_entropy: true",
+    "training.optim_target_modules=[q_proj]": "only GaLore and APOLLO have them, which cannot continue a",
     "training.include_for_metrics=[loss]": "coca-train only trains; evaluate the result with coca-eval",
     "stages.k.fsdp=full_shard": "shard with FSDP2, through `accelerate launch`",
     "training.fsdp_config={version: 1}": "shard with FSDP2, through `accelerate launch`",

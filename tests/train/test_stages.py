@@ -158,11 +158,14 @@ REFUSED = {
     "stages.full.optim=adamm": "adamm is not a valid",
     "stages.full.optim=schedule_free_adamw": "stages.full: got optim schedule_free_adamw, expected an",
     "stages.full.optim=adalomo": "got optim adalomo, expected an optimizer that steps after the backward",
+    "stages.full.optim=galore_adamw": "got optim galore_adamw, expected an "
+    "optimizer that keeps in its state, as tensors and numbers, all that --resume needs",
+    "stages.full.optim=apollo_adamw": "got optim apollo_adamw, expected",
+    "stages.full.optim=grokadamw": "got optim grokadamw, expected an optimizer that keeps",
     "stages.full.adam_beta2=1": "do not work: Invalid beta parameter at index 1: 1.0",
     "stages.full.optim_args=quickly": "stages.full: optim adamw_torch_fused, optim_args 'quickly'",
     "stages.full.optim_args=speed=3": "optim_args 'speed=3', lr_scheduler_type linear, lr_scheduler_kwargs None do not "
     "work: adamw_torch_fused takes no optim_args",
-    "stages.full.optim_target_modules=[q_proj]": "do not work: adamw_torch_fused takes no optim_target_modules",
     'stages.full.lr_scheduler_type=cosine stages.full.lr_scheduler_kwargs={"cycles":3}': "do not work: ",
     'stages.full.lr_scheduler_type=cosine stages.full.lr_scheduler_kwargs={"num_cycles":"half"} '
     "stages.full.warmup_steps=1": "do not work: could not convert string to float: 'half'",

@@ -21,6 +21,7 @@ from transformers import (
 
 import coca_hf
 from coca_hf import CocaError, tokens
+from coca_hf.train import model as models
 from coca_hf.train.gpu_plan import plan_recipe
 from coca_hf.train.model import stage_model, start_config, start_model
 from coca_hf.train.preflight import (
@@ -338,6 +339,19 @@ def test_blocks_inside_out_do_not_count_as_a_run(recipe_path, out, prepared, tmp
 
 OWN_FILES = ["recipe.yaml", "inputs.json", "notes/recipe.yaml", "notes/inputs.json"]
 OWN_FILES += [".download.partial", "notes/.a.1.partial", "1-k/log.jsonl"]
+
+
+@pytest.mark.parametrize("optim", ["adafactor", "adagrad", "lion_8bit"])
+def test_an_optimizer_of_whole_weights_is_refused_where_fsdp2_shards_them(
+    optim, train, tmp_path, monkeypatch
+):
+    if optim == "lion_8bit":
+        pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(models, "is_sharded", lambda: True)
+    message = rf"stages\.k: optim {optim}, .* {optim} cannot step, or not resume, weights that FSDP2 has"
+    with pytest.raises(CocaError, match=message):
+        train(f"stages.k.optim={optim}")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("prepared", ["prepared", "."])
