@@ -348,7 +348,9 @@ def test_an_optimizer_of_whole_weights_is_refused_where_fsdp2_shards_them(
     if optim == "lion_8bit":
         pytest.importorskip("bitsandbytes")
     monkeypatch.setattr(models, "is_sharded", lambda: True)
-    message = rf"stages\.k: optim {optim}, .* {optim} cannot step, or not resume, weights that FSDP2 has"
+    message = (
+        rf"stages\.k: optim {optim}, .* {optim} cannot step, or not resume, weights that FSDP2 has"
+    )
     with pytest.raises(CocaError, match=message):
         train(f"stages.k.optim={optim}")
     assert not (tmp_path / "out").exists()
