@@ -208,6 +208,19 @@ def test_a_model_has_one_colour_in_all_figures_of_a_page(figures):
     }
 
 
+@pytest.mark.parametrize("scale", ["log", "linear"])
+def test_names_of_ticks_stay_apart_and_the_last_is_there(scale):
+    xs = [256, 400, 512, 1024, 1025, 16384]
+    plot = Plot([Curve(Key("m"), xs, [1.0] * 6)], "loss", x_scale=scale)
+    figure = draw(plot, 5, 3, False)
+    figure.canvas.draw()
+    labels = [label for label in figure.axes[0].get_xticklabels() if label.get_text()]
+    boxes = [label.get_window_extent() for label in labels]
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
+    assert labels[-1].get_text() == "16k"
+    assert len(labels) == (4 if scale == "log" else 2)
+
+
 @pytest.mark.parametrize("marked", [True, False])
 def test_twice_as_many_models_as_colours_and_seven_rope_settings_look_different(marked):
     models = [look(Key("m", color=n, marked=marked)) for n in range(2 * len(COLORS))]
