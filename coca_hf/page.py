@@ -42,6 +42,9 @@ class Grid:
     muted: frozenset[int] = frozenset()
 
 
+LOOKS = 14  # models that look different: twice the colours of report/plots.py
+
+
 @dataclass(frozen=True)
 class Key:
     """How a line looks: `color` numbers its model, `style` its RoPE setting or published curve."""

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -54,7 +54,9 @@ class Table:
     """Rows of one measurement with the same settings, whose values can be compared.
 
     number: 1 for the first table of its measurement. published: values by length of each published
-    curve to show beside them. ambiguous: names of several models in all tables of a page.
+    curve to show beside them. ambiguous: names of several models in all tables of a page. models:
+    the `identity` of each model of a page in order, so that a model has one colour on it; without,
+    those of the rows.
     """
 
     measurement: Measurement
@@ -62,6 +64,7 @@ class Table:
     number: int = 1
     published: dict[str, dict[int, float | None]] = field(default_factory=dict)
     ambiguous: frozenset[str] = frozenset()
+    models: Sequence[tuple] = ()
 
     @property
     def settings(self) -> str:
@@ -141,13 +144,13 @@ class Table:
         """A curve for each line that has points: its colour tells models apart, its dashes and
         markers RoPE settings.
         """
-        models = list(dict.fromkeys(map(_identity, self.rows)))
+        models = list(dict.fromkeys([*self.models, *map(identity, self.rows)]))
         ropes = list(dict.fromkeys(["default", *(row["rope"] for row in self.rows)]))
         row_of = {name: rows[0] for name, rows in self.series.items()} | self.longest
         curves = []
         for name, some in points.items():
             row = row_of[name]
-            color = models.index(_identity(row))
+            color = models.index(identity(row))
             key = Key(name, color, ropes.index(row["rope"]), marked=marked)
             curves.append(Curve(key, *map(list, zip(*some, strict=True))))
         return curves
@@ -229,7 +232,8 @@ class Table:
         return {line: some for line, some in found.items() if some}
 
 
-def _identity(row: dict) -> tuple:
+def identity(row: dict) -> tuple:
+    """What a line of a table is of, whatever its RoPE setting."""
     return row["model"], row["model_path"], row["dtype"]
 
 

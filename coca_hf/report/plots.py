@@ -138,7 +138,8 @@ def _draw_plot(axes: Axes, plot: Plot, width: float, legend: bool) -> None:
     axes.set_xlabel(plot.x_label)
     if plot.x_scale == "log":
         axes.set_xscale("log", base=2)
-    axes.set_xticks(xs, [_short(x) for x in xs])
+    points = width * 72 * (0.6 if legend else 0.8)
+    axes.set_xticks(xs, _labels_apart(axes, xs, points))
     axes.xaxis.set_minor_locator(NullLocator())
     if plot.y_scale == "share":
         axes.set_ylim(-0.03, 1.05)  # room for whole markers at 0 and 1
@@ -147,7 +148,7 @@ def _draw_plot(axes: Axes, plot: Plot, width: float, legend: bool) -> None:
     # A logarithmic axis needs a number
     elif plot.y_scale == "log" and any(value and value <= FAR for value in values):
         _log_values(axes)
-    _mark(axes, plot, xs, width * 72 * (0.6 if legend else 0.8))
+    _mark(axes, plot, xs, points)
     if legend and len(lines) > 1:
         lines.sort(key=lambda line: -_last(line.get_ydata()))
         axes.legend(handles=lines, loc="center left", bbox_to_anchor=(1.01, 0.5))
@@ -195,6 +196,22 @@ def _draw_heat(figure: Figure, axes: Axes, heat: Heat) -> None:
     axes.set_xlabel(heat.x_label)
     if not numbers:
         figure.colorbar(colors, ax=axes).outline.set_visible(False)
+
+
+def _labels_apart(axes: Axes, ticks: list[float], points: float) -> list[str]:
+    """The names of `ticks`, empty for those that would touch the next: lengths may be close to one
+    another. points: the width of the axes, about.
+    """
+    axes.set_xticks(ticks)
+    to_axes = axes.transData + axes.transAxes.inverted()
+    axes.get_xlim()  # which the ticks may have extended
+    labels, free = [], math.inf
+    for tick in reversed(ticks):
+        name, middle = _short(tick), points * to_axes.transform((tick, 0))[0]
+        half = 3.5 * len(name)
+        labels.append(name if middle + half < free else "")
+        free = middle - half if labels[-1] else free
+    return labels[::-1]
 
 
 def _mark(axes: Axes, plot: Plot, ticks: list[float], points: float) -> None:

@@ -12,7 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.measurements import MEASUREMENTS
 from coca_hf.evaluate.rows import BESIDE, ROWS, SHARED, fields, label, latest, marked, read_rows
-from coca_hf.evaluate.tables import Table
+from coca_hf.evaluate.tables import Table, identity
+from coca_hf.page import LOOKS
 
 
 def read_tables(runs: Sequence[Path]) -> list[Table]:
@@ -59,8 +60,11 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
     model_paths = {(row["model"], row["model_path"]) for row in found.values()}
     count = Counter(model for model, _ in model_paths)
     ambiguous = frozenset(model for model in count if count[model] > 1)
+    in_order = sorted(found.values(), key=lambda row: [*MEASUREMENTS].index(row["task"]))
+    models = tuple(dict.fromkeys(map(identity, in_order)))
+    models = models if len(models) <= LOOKS else ()  # of one table, all should look different
     return [
-        Table(measurement, of_table, number, ambiguous=ambiguous)
+        Table(measurement, of_table, number, ambiguous=ambiguous, models=models)
         for task, measurement in MEASUREMENTS.items()
         for number, of_table in enumerate(
             (rows for (task_of, _), rows in tables.items() if task_of == task), 1

@@ -12,7 +12,7 @@ from PIL import Image
 import coca_hf
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.measurements import MEASUREMENTS
-from coca_hf.page import FAR, Curve, Key, Plot, markdown
+from coca_hf.page import FAR, LOOKS, Curve, Key, Plot, markdown
 from coca_hf.report import read_page, read_tables, tables_markdown, write_report
 from coca_hf.report.plots import COLORS, CSS_NAMES, PAPER, draw, look, to_svg
 from tests.report.made import row, with_raw, write_rows
@@ -194,12 +194,39 @@ def test_contexts_and_perplexities_are_on_log_axes_and_published_curves_dashed(r
     assert (curves["llama"].get_linestyle(), published.get_linestyle()) == ("-", "--")
 
 
+def test_a_model_has_one_colour_in_all_figures_of_a_page(figures):
+    """A figure need not have all models, or have them in the order of another."""
+    recall = [row(model, task="recall", value=0.5) for model in ("coca", "other")]
+    drawn = figures(*recall, row("original"), row("coca"))
+    colors = {
+        name: {label: line.get_color() for label, line in curves_of(figure).items()}
+        for name, figure in drawn.items()
+    }
+    assert colors == {
+        "perplexity": {"original": COLORS[0], "coca": COLORS[1]},
+        "recall": {"coca": COLORS[1], "other": COLORS[2]},
+    }
+
+
+@pytest.mark.parametrize("scale", ["log", "linear"])
+def test_names_of_ticks_stay_apart_and_the_last_is_there(scale):
+    xs = [256, 400, 512, 1024, 1025, 16384]
+    plot = Plot([Curve(Key("m"), xs, [1.0] * 6)], "loss", x_scale=scale)
+    figure = draw(plot, 5, 3, False)
+    figure.canvas.draw()
+    labels = [label for label in figure.axes[0].get_xticklabels() if label.get_text()]
+    boxes = [label.get_window_extent() for label in labels]
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
+    assert labels[-1].get_text() == "16k"
+    assert len(labels) == (4 if scale == "log" else 2)
+
+
 @pytest.mark.parametrize("marked", [True, False])
 def test_twice_as_many_models_as_colours_and_seven_rope_settings_look_different(marked):
     models = [look(Key("m", color=n, marked=marked)) for n in range(2 * len(COLORS))]
     fills = [one.get("markerfacecolor") if one["marker"] else None for one in models]
     seen = {(one["color"], one["marker"], fill) for one, fill in zip(models, fills, strict=True)}
-    assert len(seen) == len(models)
+    assert len(seen) == len(models) == LOOKS
     ropes = [look(Key("m", style=n, marked=marked)) for n in range(7)]
     assert len({(one["linestyle"], one["marker"]) for one in ropes}) == 7
 
