@@ -61,10 +61,10 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
     count = Counter(model for model, _ in model_paths)
     ambiguous = frozenset(model for model in count if count[model] > 1)
     in_order = sorted(found.values(), key=lambda row: [*MEASUREMENTS].index(row["task"]))
-    models = tuple(dict.fromkeys(map(identity, in_order)))
-    models = models if len(models) <= LOOKS else ()  # of one table, all should look different
+    of_page = tuple(dict.fromkeys(map(identity, in_order)))
+    of_page = of_page if len(of_page) <= LOOKS else ()  # of one table, all should look different
     return [
-        Table(measurement, of_table, number, ambiguous=ambiguous, models=models)
+        Table(measurement, of_table, number, ambiguous=ambiguous, models=of_page)
         for task, measurement in MEASUREMENTS.items()
         for number, of_table in enumerate(
             (rows for (task_of, _), rows in tables.items() if task_of == task), 1
