@@ -201,7 +201,8 @@ class TextOptions:
 
     def __post_init__(self) -> None:
         if (self.data is None) == (self.preset is None):
-            raise BadOption("--data, --preset: got both or neither, expected one of them")
+            got = "neither" if self.data is None else "both"
+            raise BadOption(f"--data, --preset: got {got}, expected one of them")
         for name in ("column", "split"):
             if self.preset and getattr(self, name) != getattr(TextOptions, name):
                 raise BadOption(f"--{name}: got it with --preset, which has its own; leave it out")

@@ -66,11 +66,11 @@ WRONG = {
     f"{PERPLEXITY} --seed -1": "--seed: got -1, expected greater than or equal to 0",
     f"{PERPLEXITY} --stride": "Option '--stride' requires an argument",
     f"{PERPLEXITY} --batch-size 0": "--batch-size: got '0', expected auto or a whole number from 1 to",
-    PERPLEXITY: "--data, --preset: got both or neither, expected one of them",
-    f"{PERPLEXITY} --data c --preset pg19": "--data, --preset: got both or neither, expected one of",
+    PERPLEXITY: "--data, --preset: got neither, expected one of them",
+    f"{PERPLEXITY} --data c --preset pg19": "--data, --preset: got both, expected one of",
     f"{PERPLEXITY} --preset pg19 --split train": "--split: got it with --preset, which has its own; "
     "leave it out",
-    f"{COPYING} --data c --preset pg19": "--data, --preset: got both or neither, expected one of",
+    f"{COPYING} --data c --preset pg19": "--data, --preset: got both, expected one of",
     f"{COPYING} --max-tokens 99": "--max-tokens: got it without --data or --preset, expected one of",
     "coca-eval passkey a --depths 1001": "--depths: got 1001, expected less than or equal to 1000",
     **{

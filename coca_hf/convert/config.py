@@ -228,12 +228,18 @@ def coca_config(
     fields = _understood_fields(config, understood, ignored, where)
     head = head_of(config.get("architectures"))
     fields["architectures"] = [family.coca_causal_lm.__name__.replace("ForCausalLM", head)]
+    kept_layers, number = list(kept_layers), fields.get("num_hidden_layers")
+    if isinstance(number, int) and not all(0 <= layer < number for layer in kept_layers):
+        raise CocaError(
+            f"{where}: --keep-layers: got {kept_layers}, expected different numbers of layers, from "
+            f"0 to {number - 1}"
+        )
     with library_errors(where):
         if not issubclass(family.coca_config, family.config):  # then their defaults may differ
             own = family.config(**fields).to_dict()
             fields = {name: own[name] for name in understood - family.other_fields if name in own}
         result = family.coca_config(
-            **fields, coca_constraint=constraint, coca_kept_layers=list(kept_layers)
+            **fields, coca_constraint=constraint, coca_kept_layers=kept_layers
         )
         pairs = slow_pairs(result) if content_pairs == "auto" else content_pairs
     with library_errors(f"{where}: --content-pairs"):
