@@ -211,9 +211,16 @@ class Calibration:
             layout = Layout(layout.source, form, named)
         if self.ranked:
             fitted = self._fit(layout, folder, report).tensors
-            pairs = LayerPairs(layout, self.device)
+            pairs, began = LayerPairs(layout, self.device), time.perf_counter()
+            number = len(pairs)
+            notice = f"measuring the harm of converting each of {number} layers alone"
+            report(CalibrationProgress(number, number, None, notice))
             self.harms = layer_harms(pairs, fitted, self.ranking_blocks, folder)
             kept = most_harmful(self.harms, None if self.ranked == "auto" else int(self.ranked))
+            named_kept = ", ".join(map(str, kept))
+            notice = f"keeping layers {named_kept}; running the fits of the others beside them"
+            report(CalibrationProgress(0, number, None, notice))
+            self.seconds.update({"harm": time.perf_counter() - began})
             layout = Layout(layout.source, layout.form, kept)
         return layout
 

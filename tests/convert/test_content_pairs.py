@@ -145,8 +145,15 @@ def test_ranked_layers_that_are_kept_have_no_content_pairs(tiny_llama_dir, calib
     paths, options = (tiny_llama_dir, tmp_path / "dst"), {**calibrating, "keep_layers": 1}
     plan = convert_checkpoint(*paths, **options, content_layers=[0], dry_run=True)
     assert plan["content_layers"] == [0]
+    found = []
+    options["calibrate_progress"] = lambda progress: found.append(progress.notice)
     record = convert_checkpoint(*paths, **options, content_layers=[0, 1, 2])
     assert sorted(record["kept_layers"] + record["content_layers"]) == [0, 1, 2]
+    assert [notice for notice in found if notice][1:3] == [
+        "measuring the harm of converting each of 3 layers alone",
+        f"keeping layers {record['kept_layers'][0]}; running the fits of the others beside them",
+    ]
+    assert "harm" in record["calibration"]["seconds_by_part"]
 
 
 def test_more_than_a_head_has_are_refused(tiny_llama_dir, tmp_path):
