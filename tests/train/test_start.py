@@ -135,7 +135,9 @@ def test_a_model_directory_without_a_tokenizer_is_named_with_what_to_copy(tiny_c
     model = shutil.copytree(tiny_coca_dir, tmp_path / "no-tokenizer")
     for file in model.glob("tokenizer*"):
         file.unlink()
-    message = "no-tokenizer: got no tokenizer that can be loaded, expected one beside the model; copy"
+    message = (
+        "no-tokenizer: got no tokenizer that can be loaded, expected one beside the model; copy"
+    )
     with pytest.raises(CocaError, match=message):
         load_tokenizer(str(model))
 
