@@ -78,7 +78,11 @@ def load_config(name: str) -> PreTrainedConfig:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    with loading(name):
+    expected = (
+        "got no tokenizer that can be loaded, expected one beside the model; copy tokenizer.json "
+        "and tokenizer_config.json of the original model there"
+    )
+    with library_errors(f"{name}: {expected}") if Path(name).is_dir() else loading(name):
         return AutoTokenizer.from_pretrained(**_origin(name), trust_remote_code=False)
 
 

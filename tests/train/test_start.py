@@ -23,7 +23,7 @@ import coca_hf
 from coca_hf import CocaError, tokens
 from coca_hf.train import model as models
 from coca_hf.train.gpu_plan import plan_recipe
-from coca_hf.train.model import stage_model, start_config, start_model
+from coca_hf.train.model import load_tokenizer, stage_model, start_config, start_model
 from coca_hf.train.preflight import (
     check_model,
     check_overrides,
@@ -130,6 +130,17 @@ def test_a_config_that_does_not_work_is_refused_in_one_line(scratch_path, settin
     with pytest.raises(CocaError, match=BAD_STARTS[setting]) as caught:
         check_model(load_recipe(scratch_path, [setting]))
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_directory_without_a_tokenizer_is_named_with_what_to_copy(tiny_coca_dir, tmp_path):
+    model = shutil.copytree(tiny_coca_dir, tmp_path / "no-tokenizer")
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    message = (
+        "no-tokenizer: got no tokenizer that can be loaded, expected one beside the model; copy"
+    )
+    with pytest.raises(CocaError, match=message):
+        load_tokenizer(str(model))
 
 
 def test_a_tokenizer_of_another_model_is_refused_and_added_tokens_are_not(tiny_tokenizer, tmp_path):
