@@ -328,8 +328,9 @@ def _print_conversion(record: dict, dst: str) -> None:
         )
     elif needs_training(record):
         console.print(
-            f"The attention has to be trained before the model is useful. Next: set `model: {dst}` "
-            "in a recipe, then coca-train RECIPE (recipes/llama-7b/three-stage.yaml is the paper's)"
+            "The attention has to be trained before the model is useful, which takes far less after "
+            f"--calibrate TEXT. Next: set `model: {dst}` in a recipe, then coca-train RECIPE "
+            "(recipes/llama-7b/three-stage.yaml is the paper's)"
         )
 
 
