@@ -74,7 +74,10 @@ def convert_command(
         typer.Option(help="Type of the written weights; auto keeps the source's."),
     ] = "auto",
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the checkpoint at DST.")
+        bool,
+        typer.Option(
+            "--overwrite", help="Replace the checkpoint at DST, and delete all other files there."
+        ),
     ] = False,
     max_shard_size: Annotated[
         str, typer.Option(help="Largest size of a weights file, such as 500MB or 5GB.")
