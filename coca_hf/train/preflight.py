@@ -365,8 +365,8 @@ def check_optimizer(arguments: TrainingArguments, where: str) -> None:
         plain = Trainer.get_optimizer_cls_and_kwargs(without, model)[1]
         if arguments.optim_args and plain == options:
             raise ValueError(f"{optim} takes no optim_args")
-        is_8bit = kind.__module__.startswith(("bitsandbytes.", "torchao."))
-        if (kind in OF_WHOLE_WEIGHTS or is_8bit) and models.is_sharded():
+        compresses = kind.__module__.startswith(("bitsandbytes.", "torchao."))
+        if (kind in OF_WHOLE_WEIGHTS or compresses) and models.is_sharded():
             raise ValueError(
                 f"{optim} cannot step, or not resume, weights that FSDP2 has sharded; "
                 "adamw_torch_fused can"
@@ -408,9 +408,8 @@ def check_model(recipe: Recipe) -> None:
         with models.building(model.config), models.shapes_only(model), torch.no_grad():
             model(input_ids=ids, labels=ids, use_cache=False)
         for stage in recipe.stages:
-            models.stage_model(model, stage)
-            if stage.lora:  # which stays in the model
-                model = models.model_from_config(recipe)
+            # Adapters stay in the model
+            models.stage_model(copy.deepcopy(model) if stage.lora else model, stage)
 
 
 def check_whole(*origins: tuple[str, Path]) -> None:
