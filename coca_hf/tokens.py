@@ -14,6 +14,10 @@ from coca_hf.errors import CocaError
 
 SKIPS = 8  # places in a block where positions are skipped, at most
 TOKENS_A_SKIP = 32  # tokens in a block per such place, at least
+NO_TOKENIZER = (
+    "got no tokenizer that can be loaded, expected one beside the model; copy tokenizer.json and "
+    "tokenizer_config.json of the original model there"
+)
 PIECE_CHARACTERS = 2**20  # a call of the tokenizer: about a second, and 250,000 tokens
 
 

@@ -34,6 +34,7 @@ from transformers.utils.logging import disable_progress_bar
 from coca_hf.errors import CocaError, first_line
 from coca_hf.models.hub import RECORDS
 from coca_hf.models.rotary import ntk_base, unscaled_len
+from coca_hf.tokens import NO_TOKENIZER
 from coca_hf.weights import is_derived, read_json
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -237,11 +238,7 @@ def _load_weights(
 
 
 def _load_tokenizer(path: str, revision: str, trust_remote_code: bool) -> Any:
-    expected = (
-        "got no tokenizer that can be loaded, expected one beside the model; copy tokenizer.json "
-        "and tokenizer_config.json of the original model there"
-    )
-    with _transformers_errors(path, expected):
+    with _transformers_errors(path, NO_TOKENIZER):
         tokenizer = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )

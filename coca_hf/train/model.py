@@ -33,6 +33,7 @@ from coca_hf.convert.adapter import CONFIG as ADAPTER
 from coca_hf.convert.source import FOREIGN_TOKENIZERS
 from coca_hf.errors import CocaError, library_errors, nearest, short
 from coca_hf.models.hub import CARD, LICENCE_FILES, RECORDS
+from coca_hf.tokens import NO_TOKENIZER
 from coca_hf.train.recipe import Recipe, Stage
 
 # Patterns of files that every stage copies from the model that it starts from
@@ -78,11 +79,7 @@ def load_config(name: str) -> PreTrainedConfig:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    expected = (
-        "got no tokenizer that can be loaded, expected one beside the model; copy tokenizer.json "
-        "and tokenizer_config.json of the original model there"
-    )
-    with library_errors(f"{name}: {expected}") if Path(name).is_dir() else loading(name):
+    with library_errors(f"{name}: {NO_TOKENIZER}") if Path(name).is_dir() else loading(name):
         return AutoTokenizer.from_pretrained(**_origin(name), trust_remote_code=False)
 
 
