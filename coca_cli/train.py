@@ -97,6 +97,7 @@ def train_command(
     from accelerate import PartialState
     from transformers.utils.logging import disable_progress_bar
 
+    from coca_hf.errors import CocaError
     from coca_hf.train.processes import EXIT_STOPPED, Stopped, ignore_signals
     from coca_hf.train.stages import prepare_recipe, run_recipe
 
@@ -111,6 +112,10 @@ def train_command(
             )
             return
         directory = run_recipe(checked, out, stage, resume)
+    except CocaError:
+        # After the death of another process, the launcher's SIGTERM may come before the message
+        ignore_signals()
+        raise
     except Stopped as stopped:
         ignore_signals()
         if PartialState().is_main_process:

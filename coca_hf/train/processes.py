@@ -66,7 +66,7 @@ class StopRequest:
 
 
 def ignore_signals() -> None:
-    """For a process that is about to exit with EXIT_STOPPED, which a second signal would hide."""
+    """For a process that is about to say why it exits, which a signal would hide."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

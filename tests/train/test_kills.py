@@ -16,6 +16,7 @@ from importlib import import_module
 
 import pytest
 
+from coca_cli.main import console
 from coca_hf.train import stages
 from coca_hf.train.processes import EXIT_STOPPED
 from coca_hf.train.recipe import load_recipe
@@ -139,12 +140,25 @@ DYING = {
 }
 
 
+def die_and_print_slowly(die):
+    """The launcher's SIGTERM reaches the survivor before it has printed."""
+    die()
+    plain = console.print
+
+    def print_slowly(*words, **how):
+        time.sleep(1)
+        plain(*words, **how)
+
+    console.print = print_slowly
+
+
 @pytest.mark.parametrize("moment", DYING)
 def test_a_survivor_of_another_process_says_so_in_one_line_and_does_not_blame_the_disk(
     real_recipe, tmp_path, moment
 ):
     arguments = [real_recipe, "--stage", "k", "--out", tmp_path / "out"]
-    launched = launch(tmp_path, [Run(arguments, FSDP2, DYING[moment])])
+    hook = partial(die_and_print_slowly, DYING[moment])
+    launched = launch(tmp_path, [Run(arguments, FSDP2, hook)])
     assert launched.wait(120) != 0
     printed = launched.printed()
     said = "error: another process of this run has ended, see its own message; co"
