@@ -133,7 +133,10 @@ def _draw_plot(axes: Axes, plot: Plot, width: float, legend: bool) -> None:
     xs = xs[(len(xs) - 1) % 2 :: 2] if len(xs) > 9 else xs  # ticks must not touch
     banded = sum(any(curve.band or []) for curve in plot.curves)
     shade = min(0.15, 0.4 / max(banded, 1))
-    lines = [_draw_curve(axes, curve, shade) for curve in plot.curves]
+    lines = [
+        _draw_curve(axes, curve, shade, _covers(curve, plot.curves[number:]))
+        for number, curve in enumerate(plot.curves, 1)
+    ]
     axes.set_ylabel(plot.y_label)
     axes.set_xlabel(plot.x_label)
     if plot.x_scale == "log":
@@ -154,9 +157,19 @@ def _draw_plot(axes: Axes, plot: Plot, width: float, legend: bool) -> None:
         axes.legend(handles=lines, loc="center left", bbox_to_anchor=(1.01, 0.5))
 
 
-def _draw_curve(axes: Axes, curve: Curve, shade: float) -> Any:
+def _covers(curve: Curve, later: list[Curve]) -> int:
+    """How many of the curves drawn over this one have two of its points or more, at most 3."""
+    points = set(zip(curve.xs, curve.values, strict=True))
+    shared = [points.intersection(zip(other.xs, other.values, strict=True)) for other in later]
+    return min(sum(len(places) > 1 for places in shared), 3)
+
+
+def _draw_curve(axes: Axes, curve: Curve, shade: float, covers: int) -> Any:
+    """covers: curves that would hide this one, beside which it is wider, to be seen."""
     values = [math.nan if value is None or value > FAR else value for value in curve.values]
     style = look(curve.key)
+    style["linewidth"] += 2.5 * covers
+    style["markersize"] += 4 * covers
     if len(curve.xs) > 20:
         style["markevery"] = len(curve.xs) // 10  # more would hide the line
     label = _plain(curve.key.label)
@@ -259,8 +272,8 @@ def _last(values) -> float:
 
 def _short(length: float) -> str:
     """8192 as 8k, 1048576 as 1M: long axes need short names."""
-    for unit, name, least in ((2**20, "M", 2**20), (1024, "k", 8192)):
-        if length >= least and length % unit == 0:
+    for unit, name in ((2**20, "M"), (1024, "k")):
+        if length >= unit and length % unit == 0:
             return f"{length / unit:g}{name}"
     return f"{length:g}"
 

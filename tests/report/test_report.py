@@ -221,6 +221,17 @@ def test_names_of_ticks_stay_apart_and_the_last_is_there(scale):
     assert len(labels) == (4 if scale == "log" else 2)
 
 
+def test_curves_that_coincide_are_all_seen():
+    drawn = [Curve(Key(str(n), color=n), [256, 512, 1024], [1.0, 1.0, 0.1 * n]) for n in range(3)]
+    alone = Curve(Key("alone", color=3), [256, 512, 1024], [0.9, 0.5, 0.4])
+    plot = Plot([*drawn, alone], "share found", y_scale="share")
+    lines = draw(plot, 5, 3, False).axes[0].lines[::2]
+    widths = [line.get_linewidth() for line in lines]
+    assert widths[0] > widths[1] > widths[2] == widths[3]
+    sizes = [line.get_markersize() for line in lines]
+    assert sizes[0] > sizes[1] > sizes[2] == sizes[3]
+
+
 @pytest.mark.parametrize("marked", [True, False])
 def test_twice_as_many_models_as_colours_and_seven_rope_settings_look_different(marked):
     models = [look(Key("m", color=n, marked=marked)) for n in range(2 * len(COLORS))]
@@ -355,7 +366,7 @@ def test_the_length_of_the_last_training_stage_counts_before_that_of_the_config(
     assert "Trained at: 2048 (llama), 256 (coca)." in page
     svg = write_report([rows], tmp_path / "page").read_text()
     assert "trained at 256" in svg
-    assert "trained at 2048" in svg
+    assert "trained at 2k" in svg
 
 
 def test_names_of_trained_lengths_stand_above_the_axes_and_apart():
@@ -365,7 +376,7 @@ def test_names_of_trained_lengths_stand_above_the_axes_and_apart():
         figure = draw(plot, width, 3, legend)
         figure.draw_without_rendering()
         (axes,) = figure.axes
-        names = ["256", "700", "1024", "2048", "128k \N{RIGHTWARDS ARROW}"]
+        names = ["256", "700", "1k", "2k", "128k \N{RIGHTWARDS ARROW}"]
         assert [text.get_text() for text in axes.texts] == [f"trained at {name}" for name in names]
         boxes = [text.get_window_extent() for text in axes.texts]
         assert all(box.y0 > axes.get_window_extent().y1 for box in boxes)
