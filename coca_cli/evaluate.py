@@ -172,7 +172,9 @@ class ModelOptions:
             rows = list(yielded)
         is_main = processes().is_main_process
         if is_main:
-            PlainConsole().print(results_table(MEASUREMENTS[rows[0]["task"]], rows))
+            measurement = MEASUREMENTS[rows[0]["task"]]
+            PlainConsole().print(results_table(measurement, rows))
+            say(measurement.explanation)
             say(f"rows: {self.out / 'rows.jsonl'}")
             words = ("coca-eval", "report", str(self.out), "--out", str(self.out / "page"))
             say(f"next: {shlex.join(words)}")

@@ -47,7 +47,9 @@ def test_a_command_makes_rows_with_their_raw_files_and_the_page_shows_them(
     task, measure, tiny_coca_dir, tmp_path, coca_eval, monkeypatch
 ):
     monkeypatch.setattr("coca_hf.report.write.to_png", lambda figure: b"")
-    assert f"{task} by context length" in measure(task, tiny_coca_dir)
+    stdout = measure(task, tiny_coca_dir)
+    assert f"{task} by context length" in stdout
+    assert MEASUREMENTS[task].explanation in stdout
     rows = rows_in(tmp_path / "out")
     assert {row["task"] for row in rows} == {task}
     assert all(row["value"] is not None and row["raw"] for row in rows)
