@@ -2,17 +2,18 @@
 random checkpoints.
 """
 
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
 from coca_hf import convert_checkpoint
-from tests.conftest import output_of
 from tests.models.families import stock_model
 
 ROOT = Path(__file__).parents[1]
 VENV = ROOT / ".venv-vllm"
+SCRIPT = ROOT / "scripts/vllm_parity.py"
 pytestmark = [
     pytest.mark.real,
     pytest.mark.skipif(
@@ -44,12 +45,16 @@ YARN = {
     ids=["llama", "qwen3", "gpt_neox"],
 )
 def test_the_server_gives_the_tokens_and_logprobs_of_transformers(
-    load, constraint, case, changes, layers, tiny_tokenizer, tmp_path
+    load, constraint, case, changes, layers, tiny_tokenizer, tmp_path, monkeypatch, capsys
 ):
     stock_model(case, vocab_size=len(tiny_tokenizer), **SIZES, **changes).save_pretrained(
         tmp_path / "stock"
     )
     tiny_tokenizer.save_pretrained(tmp_path / "stock")
     convert_checkpoint(tmp_path / "stock", tmp_path / "coca", constraint, **layers)
-    script = (sys.executable, ROOT / "scripts" / "vllm_parity.py", tmp_path / "coca")
-    assert "40 of 40 completions equal" in output_of(*script, "--load", load, "--venv", VENV)
+    arguments = [str(tmp_path / "coca"), "--load", load, "--venv", str(VENV)]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert not ended.value.code
+    assert "40 of 40 completions equal" in capsys.readouterr().out

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
@@ -284,7 +285,11 @@ class GgufSource(Source):
                 f"{file}: --adapter: got a GGUF file, whose weights are quantized, expected the "
                 "safetensors checkpoint that the adapter was trained on"
             )
-        with library_errors(f"{file}: cannot be read as GGUF"):
+        # transformers parses the header three times, and the names of tensors for every module
+        names = ("GGUFReader", "get_tensor_name_map")
+        once = {name: functools.cache(getattr(gguf, name)) for name in names}
+        problem = f"{file}: cannot be read as GGUF"
+        with library_errors(problem), patch.multiple(gguf, **once):
             self._model, loading = AutoModelForCausalLM.from_pretrained(
                 file.parent,
                 gguf_file=file.name,
@@ -293,7 +298,7 @@ class GgufSource(Source):
                 output_loading_info=True,
             )
             self.tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-            reader = gguf.GGUFReader(file)
+            reader = gguf.GGUFReader(str(file))
             passed_over = _passed_over(reader)
         if passed_over:
             raise CocaError(

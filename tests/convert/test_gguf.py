@@ -100,6 +100,17 @@ def test_a_gguf_file_converts_to_the_weights_of_its_original(case, model, tiny_t
     assert ours[-5:] == theirs[-5:]
 
 
+@pytest.mark.parametrize("case", ["llama"])
+def test_the_header_is_parsed_once(case, model, tiny_tokenizer, tmp_path, monkeypatch):
+    """It takes seconds for a vocabulary of 49,152 words."""
+    write_gguf(tmp_path / "model.gguf", model, case, tiny_tokenizer)
+    parsed, parse = [], gguf.GGUFReader._build_fields
+    counting = lambda *arguments: parsed.append(1) or parse(*arguments)  # noqa: E731
+    monkeypatch.setattr(gguf.GGUFReader, "_build_fields", counting)
+    convert_checkpoint(tmp_path / "model.gguf", tmp_path / "dst")
+    assert len(parsed) == 1
+
+
 CHANGES = {
     "rope_freqs.weight": lambda w: w.add_tensor("rope_freqs.weight", np.ones(4, np.float32)),
     "llama.rope.scaling.type='yarn'": lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN),
