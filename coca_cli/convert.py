@@ -324,7 +324,6 @@ def _print_conversion(record: dict, dst: str) -> None:
     if calibration := record.get("calibration"):
         words = perplexity_in_words(calibration, record)
         _line("calibrated", f"{words}; {calibration['seconds']:,.0f} s")
-    if record.get("calibration"):
         console.print(
             "Retrieval comes back with training. Next: coca-train recipes/recover.yaml "
             f"model={shlex.quote(dst)} teacher=ORIGINAL data.sources.0.path=TEXT"
