@@ -7,6 +7,7 @@ import glob
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from coca_hf.weights import (
 )
 
 TOKENIZER = "tokenizer_config.json"
+READING_GGUF = threading.Lock()  # for one thread at a time: it changes the module gguf
 # files that transformers does not write but other engines read
 FOREIGN_TOKENIZERS = (
     *("tokenizer.model*", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model"),
@@ -289,7 +291,7 @@ class GgufSource(Source):
         names = ("GGUFReader", "get_tensor_name_map")
         once = {name: functools.cache(getattr(gguf, name)) for name in names}
         problem = f"{file}: cannot be read as GGUF"
-        with library_errors(problem), patch.multiple(gguf, **once):
+        with library_errors(problem), READING_GGUF, patch.multiple(gguf, **once):
             self._model, loading = AutoModelForCausalLM.from_pretrained(
                 file.parent,
                 gguf_file=file.name,
