@@ -159,7 +159,9 @@ def _draw_plot(axes: Axes, plot: Plot, width: float, legend: bool) -> None:
 
 def _covers(curve: Curve, later: list[Curve]) -> int:
     """How many of the curves drawn over this one have two of its points or more, at most 3."""
-    points = set(zip(curve.xs, curve.values, strict=True))
+    points = {
+        (x, value) for x, value in zip(curve.xs, curve.values, strict=True) if value is not None
+    }
     shared = [points.intersection(zip(other.xs, other.values, strict=True)) for other in later]
     return min(sum(len(places) > 1 for places in shared), 3)
 

@@ -223,13 +223,13 @@ def test_names_of_ticks_stay_apart_and_the_last_is_there(scale):
 
 def test_curves_that_coincide_are_all_seen():
     drawn = [Curve(Key(str(n), color=n), [256, 512, 1024], [1.0, 1.0, 0.1 * n]) for n in range(3)]
-    alone = Curve(Key("alone", color=3), [256, 512, 1024], [0.9, 0.5, 0.4])
-    plot = Plot([*drawn, alone], "share found", y_scale="share")
+    missing = [Curve(Key(str(n), color=n), [256, 512, 1024], [0.9, None, None]) for n in (3, 4)]
+    plot = Plot([*drawn, *missing], "share found", y_scale="share")
     lines = draw(plot, 5, 3, False).axes[0].lines[::2]
     widths = [line.get_linewidth() for line in lines]
-    assert widths[0] > widths[1] > widths[2] == widths[3]
+    assert widths[0] > widths[1] > widths[2] == widths[3] == widths[4]
     sizes = [line.get_markersize() for line in lines]
-    assert sizes[0] > sizes[1] > sizes[2] == sizes[3]
+    assert sizes[0] > sizes[1] > sizes[2] == sizes[3] == sizes[4]
 
 
 @pytest.mark.parametrize("marked", [True, False])
