@@ -24,6 +24,8 @@ from coca_hf.weights import HEADS
 
 # in the model's __dict__: its class and __dict__ before patch_, or None
 ORIGINAL = "_original_of_patch"
+# attributes of modules that are no floats and that decide what the modules compute
+FLAGS = ("is_causal", "use_parallel_residual", "use_rope")
 
 
 @torch.no_grad()
@@ -223,7 +225,8 @@ def _check_movable(model: PreTrainedModel) -> None:
                 "so patch_ first"
             )
         for number, stated in (vars(stock[name]) if name in stock else {}).items():
-            if isinstance(stated, float) and (value := getattr(module, number, None)) != stated:
+            decides = isinstance(stated, float) or number in FLAGS
+            if decides and (value := getattr(module, number, None)) != stated:
                 _refuse_number(f"{name}.{number}".lstrip("."), value, stated)
 
 

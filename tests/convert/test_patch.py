@@ -137,6 +137,9 @@ CHANGED_NUMBERS = {
     "variance_epsilon is 1e-06, expected 0.5 as the config": (
         lambda model: setattr(model.config, "rms_norm_eps", 0.5)
     ),
+    "model.layers.1.self_attn.is_causal is False, expected True": (
+        set_to("model.layers.1.self_attn", "is_causal", False)
+    ),
     "model.rotary_emb.attention_scaling is 2.0, expected 1.0": (
         set_to("model.rotary_emb", "attention_scaling", 2.0)
     ),
@@ -153,6 +156,18 @@ def test_numbers_other_than_the_configs_are_refused(model, message):
     with pytest.raises(CocaError, match=f"patch_: .*{message}"):
         patch_(model)
     assert type(model) is LlamaForCausalLM
+
+
+def test_layers_that_were_dropped_and_kinds_that_the_config_gives_to_others_are_refused():
+    model = stock_model("smollm3")
+    model.model.layers = model.model.layers[1:]
+    model.config.num_hidden_layers, model.config.layer_types = 2, model.config.layer_types[1:]
+    with pytest.raises(CocaError, match=r"patch_: model.layers.1.self_attn.use_rope is "):
+        patch_(model, keep_layers=[1])
+    model = stock_model("neox-partial")
+    model.gpt_neox.layers[2].use_parallel_residual = False
+    with pytest.raises(CocaError, match=r"patch_: gpt_neox.layers.2.use_parallel_residual is False"):
+        patch_(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
