@@ -22,7 +22,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from coca_hf.convert.adapter import CONFIG as ADAPTER
 from coca_hf.convert.adapter import Adapter
-from coca_hf.convert.config import is_coca
+from coca_hf.convert.config import FAMILIES, is_coca
 from coca_hf.convert.initialise import Shape
 from coca_hf.convert.quantized import FOUR_BITS, quantized_weights
 from coca_hf.errors import CocaError, library_errors
@@ -123,7 +123,7 @@ class Source:
             self.kind = f"{kind}, {method}" if method else kind
             self._beside = {name for weight in self._quantized.values() for name in weight.beside}
             if adapter:
-                adapter.check(self.shapes(), bool(self.config.get("tie_word_embeddings")))
+                adapter.check(self.shapes(), self._ties_its_head())
                 self._files[str(adapter.weights.file.absolute())] = adapter.weights
             self._states = self._current_states()
             on_error.pop_all()
@@ -266,6 +266,12 @@ class Source:
     def close(self) -> None:
         for weights in self._files.values():
             weights.close()
+
+    def _ties_its_head(self) -> bool:
+        """Whether the config says so, or its family's default if it says nothing (SmolLM3)."""
+        family = FAMILIES.get(str(self.config.get("model_type")).removeprefix("coca_"))
+        default = family.config().tie_word_embeddings if family else False
+        return bool(self.config.get("tie_word_embeddings", default))
 
     def _lora_of(self, name: str) -> Adapter | None:
         return self.adapter if self.adapter and name in self.adapter.targets else None
