@@ -166,7 +166,9 @@ def test_layers_that_were_dropped_and_kinds_that_the_config_gives_to_others_are_
         patch_(model, keep_layers=[1])
     model = stock_model("neox-partial")
     model.gpt_neox.layers[2].use_parallel_residual = False
-    with pytest.raises(CocaError, match=r"patch_: gpt_neox.layers.2.use_parallel_residual is False"):
+    with pytest.raises(
+        CocaError, match=r"patch_: gpt_neox.layers.2.use_parallel_residual is False"
+    ):
         patch_(model)
 
 
