@@ -295,9 +295,12 @@ class GgufSource(Source):
             )
         # transformers parses the header three times, and the names of tensors for every module
         names = ("GGUFReader", "get_tensor_name_map")
-        once = {name: functools.cache(getattr(gguf, name)) for name in names}
         problem = f"{file}: cannot be read as GGUF"
-        with library_errors(problem), READING_GGUF, patch.multiple(gguf, **once):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(library_errors(problem))
+            stack.enter_context(READING_GGUF)  # first, or we would wrap another thread's cache
+            once: dict[str, Any] = {name: functools.cache(getattr(gguf, name)) for name in names}
+            stack.enter_context(patch.multiple(gguf, **once))
             self._model, loading = AutoModelForCausalLM.from_pretrained(
                 file.parent,
                 gguf_file=file.name,
