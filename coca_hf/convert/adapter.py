@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 import xxhash
 from torch import Tensor
 
@@ -77,7 +78,9 @@ class Adapter:
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
         """`weight`, of the given `name`, with the adapter added: rounded once, as peft does."""
-        lora_a, lora_b = (self.weights.read(stored).float() for stored in self._pair(name))
+        lora_a, lora_b = map(self.weights.read, self._pair(name))
+        wide = torch.promote_types(torch.promote_types(lora_a.dtype, lora_b.dtype), torch.float32)
+        lora_a, lora_b = lora_a.to(wide), lora_b.to(wide)
         return (weight + (lora_b @ lora_a) * self.scale).to(weight.dtype)
 
     def close(self) -> None:

@@ -24,6 +24,8 @@ from coca_hf.weights import HEADS
 
 # in the model's __dict__: its class and __dict__ before patch_, or None
 ORIGINAL = "_original_of_patch"
+# attributes of modules that are no floats and that decide what the modules compute
+FLAGS = ("is_causal", "use_parallel_residual", "use_rope")
 
 
 @torch.no_grad()
@@ -50,8 +52,8 @@ def patch_(
     ignore_fields: fields of the model's config that are unknown here and that you declare
     inert.
 
-    Gradient checkpointing and `enable_input_require_grads` stay on. Other hooks would be lost, so
-    they are refused.
+    Gradient checkpointing and `enable_input_require_grads` stay on, and a `loss_function` stays.
+    Other hooks would be lost, so they are refused.
 
     Raises CocaError if the model is not a plain causal LM or classifier of a supported family
     (already CoCA, quantized, compiled, sharded, wrapped), has hooks, does not have all of its
@@ -157,18 +159,26 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _training_state(model: PreTrainedModel) -> tuple[bool, Callable | None, bool]:
-    """Whether the model trains, the function by which it checkpoints activations, if it does, and
-    whether its inputs require gradients.
+def _training_state(model: PreTrainedModel) -> tuple[bool, Callable | None, bool, dict]:
+    """Whether the model trains, the function by which it checkpoints activations, if it does,
+    whether its inputs require gradients, and its loss, which may be one of the caller's.
     """
+    losses = ("loss_type", "_loss_function")
+    loss = {name: getattr(model, name) for name in losses if hasattr(model, name)}
     layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     function = layers[0]._gradient_checkpointing_func if layers else None
-    return model.training, function, hasattr(model, "_require_grads_hook")
+    return model.training, function, hasattr(model, "_require_grads_hook"), loss
 
 
 def _set_training_state(
-    model: PreTrainedModel, training: bool, checkpointing: Callable | None, input_gradients: bool
+    model: PreTrainedModel,
+    training: bool,
+    checkpointing: Callable | None,
+    input_gradients: bool,
+    loss: dict,
 ) -> None:
+    for name, value in loss.items():
+        setattr(model, name, value)
     model.train(training)
     model._set_gradient_checkpointing(checkpointing is not None, checkpointing)
     if input_gradients:
@@ -208,10 +218,11 @@ def _check_movable(model: PreTrainedModel) -> None:
         # the CoCA model gets these, too
         own = ("transformers.utils.output_capturing", "transformers.modeling_utils")
         is_foreign = any(getattr(hook, "__module__", None) not in own for hook in hooks)
-        is_compiled = module._compiled_call_impl is not None or "forward" in vars(module)
-        if is_compiled or is_foreign or hasattr(module, "_hf_hook"):
+        is_compiled = module._compiled_call_impl is not None
+        has_method = any(callable(v) and hasattr(type(module), n) for n, v in vars(module).items())
+        if is_compiled or is_foreign or has_method or hasattr(module, "_hf_hook"):
             raise CocaError(
-                f"patch_: {name or 'the model'} is compiled or has hooks or a forward of its own, "
+                f"patch_: {name or 'the model'} is compiled or has hooks or a method of its own, "
                 "which would be lost; patch_ first, with the model on one device"
             )
         if name in stock and type(module) is not type(stock[name]):
@@ -223,7 +234,8 @@ def _check_movable(model: PreTrainedModel) -> None:
                 "so patch_ first"
             )
         for number, stated in (vars(stock[name]) if name in stock else {}).items():
-            if isinstance(stated, float) and (value := getattr(module, number, None)) != stated:
+            decides = isinstance(stated, float) or number in FLAGS
+            if decides and (value := getattr(module, number, None)) != stated:
                 _refuse_number(f"{name}.{number}".lstrip("."), value, stated)
 
 

@@ -22,7 +22,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from coca_hf.convert.adapter import CONFIG as ADAPTER
 from coca_hf.convert.adapter import Adapter
-from coca_hf.convert.config import is_coca
+from coca_hf.convert.config import FAMILIES, is_coca
 from coca_hf.convert.initialise import Shape
 from coca_hf.convert.quantized import FOUR_BITS, quantized_weights
 from coca_hf.errors import CocaError, library_errors
@@ -123,7 +123,7 @@ class Source:
             self.kind = f"{kind}, {method}" if method else kind
             self._beside = {name for weight in self._quantized.values() for name in weight.beside}
             if adapter:
-                adapter.check(self.shapes(), bool(self.config.get("tie_word_embeddings")))
+                adapter.check(self.shapes(), self._ties_its_head())
                 self._files[str(adapter.weights.file.absolute())] = adapter.weights
             self._states = self._current_states()
             on_error.pop_all()
@@ -267,6 +267,12 @@ class Source:
         for weights in self._files.values():
             weights.close()
 
+    def _ties_its_head(self) -> bool:
+        """Whether the config says so, or its family's default if it says nothing (SmolLM3)."""
+        family = FAMILIES.get(str(self.config.get("model_type")).removeprefix("coca_"))
+        default = family.config().tie_word_embeddings if family else False
+        return bool(self.config.get("tie_word_embeddings", default))
+
     def _lora_of(self, name: str) -> Adapter | None:
         return self.adapter if self.adapter and name in self.adapter.targets else None
 
@@ -289,9 +295,12 @@ class GgufSource(Source):
             )
         # transformers parses the header three times, and the names of tensors for every module
         names = ("GGUFReader", "get_tensor_name_map")
-        once = {name: functools.cache(getattr(gguf, name)) for name in names}
         problem = f"{file}: cannot be read as GGUF"
-        with library_errors(problem), READING_GGUF, patch.multiple(gguf, **once):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(library_errors(problem))
+            stack.enter_context(READING_GGUF)  # first, or we would wrap another thread's cache
+            once: dict[str, Any] = {name: functools.cache(getattr(gguf, name)) for name in names}
+            stack.enter_context(patch.multiple(gguf, **once))
             self._model, loading = AutoModelForCausalLM.from_pretrained(
                 file.parent,
                 gguf_file=file.name,

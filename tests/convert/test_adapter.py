@@ -246,6 +246,22 @@ def test_a_head_that_is_the_embedding_is_refused(tiny_llama_dir, tmp_path, refus
     assert message in refusal(tied, tmp_path / "dst", "--adapter", lora)
 
 
+def test_a_head_that_the_familys_default_ties_is_refused(tmp_path, refusal):
+    base, embedding = tmp_path / "base", "model.embed_tokens.weight"
+    stock_model("smollm3", tie_word_embeddings=False).save_pretrained(base)
+    lora = make_adapter(base, tmp_path / "lora", targets=["lm_head"])
+    edit_config(base, tie_word_embeddings=...)
+    edit_weights(base, lambda w: w.update({"lm_head.weight": w[embedding].clone()}))
+    message = f"got weights for lm_head.weight, which the base ties to its embedding; {REMEDY}"
+    assert message in refusal(base, tmp_path / "dst", "--adapter", lora)
+
+
+def test_float64_is_merged_in_float64(tmp_path):
+    stock_model("llama").double().save_pretrained(tmp_path / "base")
+    lora = make_adapter(tmp_path / "base", tmp_path / "lora", torch.float64)
+    assert_converts_as_merged(tmp_path / "base", lora, tmp_path)
+
+
 def test_an_adapter_of_gguf_is_refused(adapter, tmp_path, refusal):
     (tmp_path / "a.gguf").touch()
     printed = refusal(tmp_path / "a.gguf", tmp_path / "dst", "--adapter", adapter)

@@ -1,6 +1,10 @@
 """GGUF files of every family that transformers reads, written in the way of llama.cpp."""
 
+import contextlib
 import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -8,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coca_hf import convert_checkpoint
+from coca_hf.convert import source
 from coca_hf.convert.config import FAMILIES
 from tests.conftest import TINY
 from tests.convert.checkpoints import refuses
@@ -24,6 +29,20 @@ CASES = {
     "phi3": ("phi3", {"head_dim": ..., "pad_token_id": None}),
     "qwen3": ("qwen3", {"head_dim": 128}),  # transformers assumes it for every qwen3 of GGUF
 }
+
+
+class Announced:
+    """A lock that notes who comes for it."""
+
+    def __init__(self, waiting):
+        self.waiting, self.lock = waiting, threading.Lock()
+
+    def __enter__(self):
+        self.waiting.append(threading.get_ident())
+        self.lock.acquire()
+
+    def __exit__(self, *error):
+        self.lock.release()
 
 
 @pytest.fixture
@@ -109,6 +128,32 @@ def test_the_header_is_parsed_once(case, model, tiny_tokenizer, tmp_path, monkey
     monkeypatch.setattr(gguf.GGUFReader, "_build_fields", counting)
     convert_checkpoint(tmp_path / "model.gguf", tmp_path / "dst")
     assert len(parsed) == 1
+
+
+@pytest.mark.parametrize("case", ["llama"])
+def test_a_thread_that_waits_reads_the_file_that_is_there_then(
+    case, model, tiny_tokenizer, tmp_path, monkeypatch
+):
+    file, load, waiting, others = tmp_path / "model.gguf", AutoTokenizer.from_pretrained, [], []
+    monkeypatch.setattr(source, "READING_GGUF", Announced(waiting))
+    write_gguf(file, model, case, tiny_tokenizer)
+
+    def replace_file(*arguments, **options):
+        """While the first thread reads and the second waits."""
+        if not others:
+            others.append(pool.submit(convert_checkpoint, file, tmp_path / "second"))
+            while len(waiting) < 2:
+                time.sleep(0.01)
+            model.lm_head.weight.data.mul_(2)
+            file.unlink()
+            write_gguf(file, model, case, tiny_tokenizer)
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", replace_file)
+    with ThreadPoolExecutor() as pool, contextlib.closing(source.open_source(str(file))):
+        others[0].result()
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "second")
+    assert torch.equal(made.lm_head.weight, model.lm_head.weight)
 
 
 CHANGES = {

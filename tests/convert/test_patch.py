@@ -108,6 +108,7 @@ def with_compiled_forward(module):
 CHANGED = {
     "compiled": lambda module: module.compile(),
     "forward": with_compiled_forward,
+    "method": lambda module: setattr(module, "extra_repr", lambda: ""),
     "hook": lambda module: module.register_forward_hook(lambda *_: None),
     "pre-hook": lambda module: module.register_forward_pre_hook(lambda *_: None),
     "backward hook": lambda module: module.register_full_backward_hook(lambda *_: None),
@@ -116,7 +117,7 @@ CHANGED = {
 
 @pytest.mark.parametrize("part", ["", "model.layers.1.mlp", "model.norm"])
 @pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
-def test_what_is_compiled_or_has_hooks_or_another_forward_is_refused(model, part, change):
+def test_what_is_compiled_or_has_hooks_or_another_method_is_refused(model, part, change):
     change(model.get_submodule(part))
     with pytest.raises(CocaError, match=f"patch_: {part or 'the model'} is compiled or has hooks"):
         patch_(model)
@@ -137,6 +138,9 @@ CHANGED_NUMBERS = {
     "variance_epsilon is 1e-06, expected 0.5 as the config": (
         lambda model: setattr(model.config, "rms_norm_eps", 0.5)
     ),
+    "model.layers.1.self_attn.is_causal is False, expected True": (
+        set_to("model.layers.1.self_attn", "is_causal", False)
+    ),
     "model.rotary_emb.attention_scaling is 2.0, expected 1.0": (
         set_to("model.rotary_emb", "attention_scaling", 2.0)
     ),
@@ -153,6 +157,20 @@ def test_numbers_other_than_the_configs_are_refused(model, message):
     with pytest.raises(CocaError, match=f"patch_: .*{message}"):
         patch_(model)
     assert type(model) is LlamaForCausalLM
+
+
+def test_layers_that_were_dropped_and_kinds_that_the_config_gives_to_others_are_refused():
+    model = stock_model("smollm3")
+    model.model.layers = model.model.layers[1:]
+    model.config.num_hidden_layers, model.config.layer_types = 2, model.config.layer_types[1:]
+    with pytest.raises(CocaError, match=r"patch_: model.layers.1.self_attn.use_rope is "):
+        patch_(model, keep_layers=[1])
+    model = stock_model("neox-partial")
+    model.gpt_neox.layers[2].use_parallel_residual = False
+    with pytest.raises(
+        CocaError, match=r"patch_: gpt_neox.layers.2.use_parallel_residual is False"
+    ):
+        patch_(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -213,6 +231,13 @@ def test_gradient_checkpointing_and_inputs_that_require_gradients_stay_on(model)
     assert model.model.layers[0].self_attn.t_proj.weight.grad.abs().max() > 0
     model.disable_input_require_grads()
     assert not model.get_input_embeddings()(ids).requires_grad
+
+
+def test_a_loss_of_the_callers_own_stays(model):
+    ids, expected = torch.arange(20)[None], torch.tensor(7.0)
+    model.loss_function = lambda **arguments: expected
+    assert patch_(model, keep_original=True)(ids, labels=ids).loss is expected
+    assert unpatch_(model)(ids, labels=ids).loss is expected
 
 
 @pytest.mark.parametrize("later", [True, False])
