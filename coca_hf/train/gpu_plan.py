@@ -217,7 +217,7 @@ def _change(recipe: Recipe, stage: Stage, setting: Setting, usable: float) -> st
     for changed_stage, changed in _levers(recipe, stage, setting):
         memory = measure(recipe, changed_stage, changed)
         if memory.peak <= usable:
-            words = _words(changed_stage is not stage, setting, changed)
+            words = _words(stage.name, changed_stage is not stage, setting, changed)
             without = f", without {EXCHANGED}" if changed.sharing > setting.sharing else ""
             return f"does not fit; it does with {words} ({memory.peak / GIB:.1f} GiB{without})"
     return (
@@ -267,20 +267,19 @@ def _with(stage: Stage, option: str, value: Any) -> Stage:
     return stage.model_copy(update={"training": {**stage.training, option: value}})
 
 
-def _words(is_fused: bool, before: Setting, after: Setting) -> str:
-    """What is changed, as settings of the command."""
-    batches = (
-        f"per_device_train_batch_size={after.batch_size} "
-        f"gradient_accumulation_steps={after.accumulation}"
-    )
-    changes = {
+def _words(stage: str, is_fused: bool, before: Setting, after: Setting) -> str:
+    """What is changed, as overrides and options of the command."""
+    is_changed = {
         "gradient_checkpointing=true": after.checkpointing != before.checkpointing,
         "fused_cross_entropy=true": is_fused,
         f"context_parallel_size={after.sharing}": after.sharing != before.sharing,
-        f"--world-size {after.world_size}": after.world_size != before.world_size,
-        batches: (after.batch_size, after.accumulation) != (before.batch_size, before.accumulation),
+        f"per_device_train_batch_size={after.batch_size}": after.batch_size != before.batch_size,
+        f"gradient_accumulation_steps={after.accumulation}": after.accumulation
+        != before.accumulation,
     }
-    return " ".join(words for words, is_changed in changes.items() if is_changed)
+    words = [f"stages.{stage}.{name}" for name, changed in is_changed.items() if changed]
+    more = [f"--world-size {after.world_size}"] * (after.world_size != before.world_size)
+    return " ".join(words + more)
 
 
 def plan_table(plan: Plan) -> Table:

@@ -236,7 +236,9 @@ def test_the_command_says_what_to_do_next_unless_all_layers_are_kept(
     options = ["--keep-layers", kept] if kept else []
     printed = converts(tiny_llama_dir, tmp_path / "dst", *options)
     assert ("less after --calibrate TEXT" in printed) != bool(kept)
-    assert (f"set `model: {tmp_path / 'dst'}` in a recipe, then coca-train" in printed) != bool(kept)
+    assert (f"set `model: {tmp_path / 'dst'}` in a recipe, then coca-train" in printed) != bool(
+        kept
+    )
 
 
 def test_stock_llama_loads_no_coca_checkpoint_unnoticed(tiny_coca_dir):

@@ -231,9 +231,9 @@ def test_what_is_advised_fits(small, path):
     (stage,) = plan_recipe(alone(small, 1), 1, memory).stages
     assert not stage.fits
     words = stage.change.split(" with ")[1].split(" (")[0].split()
-    assert words[0] == "gradient_checkpointing=true"
-    assert words[1].startswith("per_device_train_batch_size=")
-    changed = load_recipe(path, [ONE_LAYER, *(f"stages.full.{word}" for word in words)])
+    assert words[0] == "stages.full.gradient_checkpointing=true"
+    assert words[1].startswith("stages.full.per_device_train_batch_size=")
+    changed = load_recipe(path, [ONE_LAYER, *words])
     (changed,) = plan_recipe(alone(changed, 1), 1, memory).stages
     assert changed.fits
     assert changed.setting.global_batch == stage.setting.global_batch
@@ -264,9 +264,10 @@ def test_a_long_block_is_helped_by_a_fused_cross_entropy_and_then_by_sharing_it(
     recipe = load_recipe(path, [ONE_LAYER, "training.per_device_train_batch_size=1"])
     recipe = alone(recipe, 1)
     fused, shared = (plan_recipe(recipe, 8, memory).stages[0].change for memory in (20, 10))
-    assert "it does with gradient_checkpointing=true fused_cross_entropy=true (16.0 GiB)" in fused
-    assert "fused_cross_entropy=true context_parallel_size=2 per_device_train_batch" in shared
-    assert "gradient_accumulation_steps=2 (8.0 GiB, without the keys and values that" in shared
+    frugal = "stages.full.gradient_checkpointing=true stages.full.fused_cross_entropy=true"
+    assert f"it does with {frugal} (16.0 GiB)" in fused
+    halves = "stages.full.context_parallel_size=2 stages.full.gradient_accumulation_steps=2"
+    assert f"it does with {frugal} {halves} (8.0 GiB, without the keys and values that" in shared
 
 
 NO_PLAN = {
