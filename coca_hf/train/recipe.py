@@ -613,6 +613,8 @@ def check_stage(stage: Stage, options: StageOptions, data: Data) -> None:
 
 
 def _unknown_key(key: Any, known: Iterable[str]) -> str:
+    if key in _training_types():
+        return f"unknown key {short(key)} here; it is a training option: give training.{key}"
     return f"unknown key {short(key)}; nearest: {nearest(str(key), known)}"
 
 

@@ -108,6 +108,7 @@ ANSWERS = (LOOKUPS, "stages.k.answer_weight=1")
 SKIPPING = ("data.seq_len=40", "data.skip_positions=2000")
 BAD_SETTINGS = {  # or several together
     "modle=x": "unknown key 'modle'; nearest: model",
+    "fused_cross_entropy=true": "here; it is a training option: give training.fused_cross_entropy",
     "training.learning_rat=1": "training: unknown key 'learning_rat'; nearest: learning_rate",
     "stages.qkv.max_step=1": "stages.qkv: unknown key 'max_step'; nearest: max_steps",
     "stages.qkv.trian=all": "stages.qkv: unknown key 'trian'; nearest: train",
