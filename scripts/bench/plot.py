@@ -1,7 +1,7 @@
 """Draw speed against length, CoCA beside LLaMA, from the results of model.py and `decode.py --what
 step`.
 
-    python scripts/bench/plot.py docs/results/prefill-cpu.json docs/results/decode-cpu.json --out docs/speed-cpu.png
+    python scripts/bench/plot.py docs/results/{prefill-lengths,prefill,decode}-cpu.json --out docs/speed-cpu.png
 
 This is the paper's figure of speed as a ratio: tokens/s over LLaMA's in the same run. Several
 results of one kind are drawn as one curve.
@@ -49,7 +49,9 @@ def curves(results: list[dict]) -> list[Curve]:
     for (rival, kind), values in sorted(points.items()):
         if rival in rivals:
             style = list(KINDS.values()).index(kind)
-            key = Key(f"{kind}, {rival}", color=rivals.index(rival), style=style)
+            *model, attention = rival.split()
+            name = f"{' '.join(model)}, attention {attention}" if model[1:] else rival
+            key = Key(f"{kind}, {name}", color=rivals.index(rival), style=style)
             drawn.append(Curve(key, sorted(values), [values[length] for length in sorted(values)]))
     return drawn
 
