@@ -6,6 +6,7 @@ import re
 import textwrap
 from functools import cache
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 import matplotlib
@@ -158,16 +159,18 @@ def _draw_plot(axes: Axes, plot: Plot, width: float, legend: bool) -> None:
 
 
 def _covers(curve: Curve, later: list[Curve]) -> int:
-    """How many of the curves drawn over this one have two of its points or more, at most 3."""
-    points = {
-        (x, value) for x, value in zip(curve.xs, curve.values, strict=True) if value is not None
-    }
-    shared = [points.intersection(zip(other.xs, other.values, strict=True)) for other in later]
-    return min(sum(len(places) > 1 for places in shared), 3)
+    """How many of the curves drawn over this one hide a piece of it, at most 3."""
+    return min(sum(bool(_pieces(curve) & _pieces(other)) for other in later), 3)
+
+
+def _pieces(curve: Curve) -> set[Any]:
+    """The ends of every straight piece of a curve."""
+    points = [*zip(curve.xs, curve.values, strict=True)]
+    return {ends for ends in pairwise(points) if None not in (ends[0][1], ends[1][1])}
 
 
 def _draw_curve(axes: Axes, curve: Curve, shade: float, covers: int) -> Any:
-    """covers: curves that would hide this one, beside which it is wider, to be seen."""
+    """covers: curves that hide a piece of this one, which is wider, to be seen."""
     values = [math.nan if value is None or value > FAR else value for value in curve.values]
     style = look(curve.key)
     style["linewidth"] += 2.5 * covers

@@ -223,7 +223,8 @@ def test_names_of_ticks_stay_apart_and_the_last_is_there(scale):
 
 def test_curves_that_coincide_are_all_seen():
     drawn = [Curve(Key(str(n), color=n), [256, 512, 1024], [1.0, 1.0, 0.1 * n]) for n in range(3)]
-    missing = [Curve(Key(str(n), color=n), [256, 512, 1024], [0.9, None, None]) for n in (3, 4)]
+    crossing = Curve(Key("3", color=3), [256, 512, 1024], [0.7, 1.0, 0.7])
+    missing = [crossing, Curve(Key("4", color=4), [256, 512, 1024], [1.0, None, None])]
     plot = Plot([*drawn, *missing], "share found", y_scale="share")
     lines = draw(plot, 5, 3, False).axes[0].lines[::2]
     widths = [line.get_linewidth() for line in lines]
