@@ -113,8 +113,8 @@ def train_command(
             return
         directory = run_recipe(checked, out, stage, resume)
     except CocaError:
-        # After the death of another process, the launcher's SIGTERM may come before the message
-        ignore_signals()
+        if "RANK" in os.environ:  # a launcher's SIGTERM, after another process died, may be first
+            ignore_signals()
         raise
     except Stopped as stopped:
         ignore_signals()
