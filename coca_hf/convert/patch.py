@@ -25,7 +25,11 @@ from coca_hf.weights import HEADS
 # in the model's __dict__: its class and __dict__ before patch_, or None
 ORIGINAL = "_original_of_patch"
 # attributes of modules that are no floats and that decide what the modules compute
-FLAGS = ("is_causal", "use_parallel_residual", "use_rope")
+FLAGS = ("is_causal", "sliding_window", "use_parallel_residual", "use_rope")
+HOOKS = """
+    forward_hooks forward_pre_hooks backward_hooks backward_pre_hooks state_dict_hooks
+    state_dict_pre_hooks load_state_dict_pre_hooks load_state_dict_post_hooks
+    """.split()  # noqa: SIM905
 
 
 @torch.no_grad()
@@ -126,7 +130,8 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
     projections and the fused projections of GPT-NeoX and Phi-3 are as they were before `patch_`.
 
     Raises CocaError if the original was not kept, because it cannot be computed from the CoCA
-    model, or if embeddings have been resized or modules or parameters replaced since.
+    model, or if embeddings have been resized, modules or parameters replaced or hooks registered
+    since.
     """
     if not isinstance(model, CocaPreTrainedModel):
         raise CocaError(
@@ -139,6 +144,7 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
         )
     *original, parts = model.__dict__[ORIGINAL]
     is_replaced = _parts(model) != parts
+    has_hooks = any(map(_has_hooks, model.modules()))
     state, vocab_size = _training_state(model), model.config.vocab_size
     head = getattr(model.get_output_embeddings(), "weight", None)  # classifiers have none
     coca = type(model), model.__dict__
@@ -152,6 +158,8 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
             "modules or parameters that were replaced since patch_, such as adapters or what their "
             "modules_to_save trained, which would be lost; merge adapters first (merge_and_unload)"
         )
+    elif has_hooks:
+        problem = "hooks that were registered since patch_, which would be lost; remove them first"
     if problem:
         model.__class__, model.__dict__ = coca
         raise CocaError(f"unpatch_: got {problem}")
@@ -213,14 +221,9 @@ def _check_movable(model: PreTrainedModel) -> None:
                 "expected plain weights in memory; patch_ before you quantize, shard or offload"
             )
     for name, module in model.named_modules():
-        kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-        hooks = [hook for kind in kinds for hook in getattr(module, f"_{kind}").values()]
-        # the CoCA model gets these, too
-        own = ("transformers.utils.output_capturing", "transformers.modeling_utils")
-        is_foreign = any(getattr(hook, "__module__", None) not in own for hook in hooks)
         is_compiled = module._compiled_call_impl is not None
         has_method = any(callable(v) and hasattr(type(module), n) for n, v in vars(module).items())
-        if is_compiled or is_foreign or has_method or hasattr(module, "_hf_hook"):
+        if is_compiled or _has_hooks(module) or has_method or hasattr(module, "_hf_hook"):
             raise CocaError(
                 f"patch_: {name or 'the model'} is compiled or has hooks or a method of its own, "
                 "which would be lost; patch_ first, with the model on one device"
@@ -237,6 +240,13 @@ def _check_movable(model: PreTrainedModel) -> None:
             decides = isinstance(stated, float) or number in FLAGS
             if decides and (value := getattr(module, number, None)) != stated:
                 _refuse_number(f"{name}.{number}".lstrip("."), value, stated)
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    """Whether `module` has hooks other than those that both models get from transformers."""
+    own = ("transformers.utils.output_capturing", "transformers.modeling_utils")
+    hooks = [hook for kind in HOOKS for hook in getattr(module, f"_{kind}").values()]
+    return any(getattr(hook, "__module__", None) not in own for hook in hooks)
 
 
 def _check_angles(model: PreTrainedModel, config: CocaConfig) -> None:

@@ -112,10 +112,12 @@ CHANGED = {
     "hook": lambda module: module.register_forward_hook(lambda *_: None),
     "pre-hook": lambda module: module.register_forward_pre_hook(lambda *_: None),
     "backward hook": lambda module: module.register_full_backward_hook(lambda *_: None),
+    "saving": lambda module: module.register_state_dict_pre_hook(lambda *_: None),
+    "loading": lambda module: module.register_load_state_dict_post_hook(lambda *_: None),
 }
 
 
-@pytest.mark.parametrize("part", ["", "model.layers.1.mlp", "model.norm"])
+@pytest.mark.parametrize("part", ["", "model.layers.1.mlp"])
 @pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
 def test_what_is_compiled_or_has_hooks_or_another_method_is_refused(model, part, change):
     change(model.get_submodule(part))
@@ -165,12 +167,15 @@ def test_layers_that_were_dropped_and_kinds_that_the_config_gives_to_others_are_
     model.config.num_hidden_layers, model.config.layer_types = 2, model.config.layer_types[1:]
     with pytest.raises(CocaError, match=r"patch_: model.layers.1.self_attn.use_rope is "):
         patch_(model, keep_layers=[1])
-    model = stock_model("neox-partial")
-    model.gpt_neox.layers[2].use_parallel_residual = False
-    with pytest.raises(
-        CocaError, match=r"patch_: gpt_neox.layers.2.use_parallel_residual is False"
+    for kind, part, value in (
+        ("neox-partial", "gpt_neox.layers.2.use_parallel_residual", False),
+        ("qwen3", "model.layers.0.self_attn.sliding_window", 8),
     ):
-        patch_(model)
+        model = stock_model(kind)
+        module, _, name = part.rpartition(".")
+        setattr(model.get_submodule(module), name, value)
+        with pytest.raises(CocaError, match=f"patch_: {part} is {value}"):
+            patch_(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -272,6 +277,15 @@ def test_unpatch_refuses_adapters_until_they_are_merged(model):
     assert type(model) is CocaLlamaForCausalLM
     assert unpatch_(adapted.merge_and_unload()) is model
     assert type(model) is LlamaForCausalLM
+
+
+def test_unpatch_refuses_hooks_that_were_registered_since(model):
+    hook = patch_(model, keep_original=True).model.norm.register_forward_hook(lambda *_: None)
+    with pytest.raises(CocaError, match="unpatch_: got hooks that were registered since patch_"):
+        unpatch_(model)
+    assert type(model) is CocaLlamaForCausalLM
+    hook.remove()
+    assert type(unpatch_(model)) is LlamaForCausalLM
 
 
 def test_a_copy_of_a_patched_model_is_unpatched_on_its_own(model):
