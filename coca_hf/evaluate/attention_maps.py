@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from typing_extensions import NotRequired
 
+from coca_hf.convert.config import FAMILIES
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.loaded_model import (
     LoadedModel,
@@ -125,7 +126,9 @@ def _shape(loaded: LoadedModel) -> dict[str, Any]:
         raise CocaError(f"{loaded.path}: got {kind}, expected a model with attention heads")
     names = ("num_hidden_layers", "num_attention_heads", "hidden_size")
     shape = {key: getattr(config, key) for key in names}
-    return shape | {"model_type": config.model_type.removeprefix("coca_")}
+    family = FAMILIES.get(config.model_type)
+    model_type = family.becomes if family else config.model_type
+    return shape | {"model_type": model_type.removeprefix("coca_")}
 
 
 @contextmanager

@@ -40,8 +40,8 @@ def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict
     the longest context whose cache fits beside the weights, without activations; None if the cache
     stops growing (sliding windows).
 
-    Raises CocaError if the directory is not a complete checkpoint of safetensors, or of another
-    family than those that coca-convert takes and ALiBi's.
+    Raises CocaError if the directory is not a complete checkpoint of safetensors, has another
+    family than those that coca-convert takes and ALiBi's, or is quantized.
     """
     if not directory.is_dir():
         expected = "a checkpoint as save_pretrained writes it"
@@ -137,6 +137,9 @@ def _read_config(directory: Path) -> PreTrainedConfig:
             f"{file}: got model_type {model_type!r}, expected a family of coca-convert: "
             f"{', '.join(FAMILIES)}"
         )
+    if quantization := fields.get("quantization_config"):  # scales would count as parameters
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise CocaError(f"{file}: got weights quantized by {method}, expected plain ones")
     try:
         config = CONFIG_MAPPING[model_type](
             **{k: v for k, v in fields.items() if k not in ("model_type", "auto_map")}
@@ -192,10 +195,6 @@ def _check_layers(
         raise CocaError(
             f"{directory}: got weights of {len(layers)} layers, expected {config.num_hidden_layers} "
             "from config.json; is it complete?"
-        )
-    if any(".quant_state.bitsandbytes" in name for name in tensors):  # their shapes say nothing
-        raise CocaError(
-            f"{directory}: got weights that bitsandbytes has packed, expected plain weights"
         )
 
 

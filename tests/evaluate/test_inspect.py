@@ -145,17 +145,6 @@ def drop_layer(directory):
     save_file(kept, directory / "model.safetensors")
 
 
-def add_copy(name):
-    """Adds a tensor of this name, with the numbers of a key projection."""
-
-    def add(directory):
-        weights = load_file(directory / "model.safetensors")
-        weights[name] = weights["model.layers.0.self_attn.t_proj.weight"].clone()
-        save_file(weights, directory / "model.safetensors")
-
-    return add
-
-
 WORDS = {"rope_type": "default", "rope_theta": 1e4, "original_max_position_embeddings": "x"}
 DAMAGE = {
     "no config": (lambda d: (d / "config.json").unlink(), "config.json: no such file"),
@@ -170,9 +159,9 @@ DAMAGE = {
         change_config(model_type="clip"),
         "expected a family of coca-convert",
     ),
-    "bitsandbytes": (
-        add_copy("model.layers.0.self_attn.q_proj.weight.quant_state.bitsandbytes__nf4"),
-        "got weights that bitsandbytes has packed, expected plain weights",
+    "quantized": (
+        change_config(quantization_config={"quant_method": "fp8"}),
+        "config.json: got weights quantized by fp8, expected plain ones",
     ),
     "truncated": (lambda d: (d / "model.safetensors").write_bytes(b"\1"), "truncated or corrupted"),
     "a layer less": (drop_layer, "got weights of 2 layers, expected 3 from config.json"),

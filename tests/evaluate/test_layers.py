@@ -8,6 +8,8 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -24,9 +26,11 @@ SIZES = {"num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddi
 SIZES |= {"initializer_range": 0.2, "intermediate_size": 80}
 
 
-@pytest.fixture(params=["llama", "qwen2", "gpt_neox"])
+@pytest.fixture(params=["llama", "qwen2", "gpt_neox", "phi3"])
 def pair(request, tiny_llama_dir, tiny_tokenizer, tmp_path):
-    """An original and its conversion. Qwen2's last layers only look 9 tokens back."""
+    """An original and its conversion. Qwen2's last layers only look 9 tokens back; Phi-3 becomes a
+    Mistral.
+    """
     torch.manual_seed(1)
     source, size = tmp_path / "original", {"vocab_size": len(tiny_tokenizer), **SIZES}
     if request.param == "llama":
@@ -35,6 +39,9 @@ def pair(request, tiny_llama_dir, tiny_tokenizer, tmp_path):
         windows = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
         config = Qwen2Config(hidden_size=48, num_key_value_heads=2, **windows, **size)
         Qwen2ForCausalLM(config).save_pretrained(source)
+    elif request.param == "phi3":
+        config = Phi3Config(hidden_size=48, num_key_value_heads=2, pad_token_id=0, **size)
+        Phi3ForCausalLM(config).save_pretrained(source)
     else:
         GPTNeoXForCausalLM(GPTNeoXConfig(hidden_size=48, **size)).save_pretrained(source)
     tiny_tokenizer.save_pretrained(source)
