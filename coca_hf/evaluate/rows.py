@@ -370,6 +370,8 @@ def about_model(loaded: LoadedModel) -> dict:
     """The fields of a row about its model, machine and versions."""
     config, device = loaded.model.config, loaded.model.device
     threads = f"{device.type} ({platform.machine()}, {torch.get_num_threads()} threads)"
+    method = getattr(getattr(config, "quantization_config", None), "quant_method", "")
+    quantization = f", {getattr(method, 'value', method)}" if method else ""
     return {
         "model": loaded.name,
         "model_path": relative(loaded.path),
@@ -380,7 +382,7 @@ def about_model(loaded: LoadedModel) -> dict:
         "model_commit": loaded.commit,
         "trained_seq_len": loaded.trained_seq_len,
         "tokens_seen": loaded.tokens_seen,
-        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "dtype": str(loaded.model.dtype).removeprefix("torch.") + quantization,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else threads,
         "processes": processes().num_processes,
         "versions": versions(*PACKAGES) | {"cuda": torch.version.cuda},

@@ -32,6 +32,7 @@ from coca_hf.evaluate.loaded_model import (
 )
 from coca_hf.evaluate.rows import about_model
 from tests.convert.checkpoints import edit_config, edit_json, edit_weights
+from tests.convert.test_quantized import quantized_by_bitsandbytes
 
 
 def refused(path, message, **options):
@@ -86,6 +87,14 @@ def test_a_row_says_which_layers_keep_their_attention_and_over_what_window(
     about = about_model(load_model(str(tmp_path / "coca")))
     assert (about["coca_kept_layers"], about["coca_kept_window"]) == ([1], 6)
     assert about_model(load_model(str(tiny_llama_dir)))["coca_kept_window"] is None
+
+
+def test_a_row_says_how_weights_are_quantized(tiny_llama_dir, tmp_path):
+    quantized = quantized_by_bitsandbytes(tiny_llama_dir, tmp_path / "int8", load_in_8bit=True)
+    for file in tiny_llama_dir.glob("tokenizer*"):
+        shutil.copy(file, quantized)
+    assert about_model(load_model(str(quantized)))["dtype"] == "bfloat16, bitsandbytes"
+    assert about_model(load_model(str(tiny_llama_dir)))["dtype"] == "float32"
 
 
 def test_a_revision_of_a_directory_is_refused(checkpoint):
