@@ -35,6 +35,9 @@ def test_a_stage_changes_the_parameters_it_names_and_no_other_bit(unbroken, tiny
         before = after
 
 
+DEPENDS = "other numbers of processes have other steps"
+
+
 def test_the_fraction_that_learns_is_printed_and_recorded(unbroken):
     # 3 layers, hidden 48, 6 heads and 2 key/value heads of 8; MLP 80; vocabulary 259, embeddings
     # not tied
@@ -46,7 +49,7 @@ def test_the_fraction_that_learns_is_printed_and_recorded(unbroken):
         parameters = record(unbroken / stage)["parameters"]
         assert parameters == {"trained": count, "total": total, "fraction": count / total}
         share = f"trains {count:,} of {total:,} parameters ({count / total:.1%})"
-        takes = f"{steps} steps of 4 blocks, {steps * 4 * 20:,} tokens"
+        takes = f"{steps} steps of 4 blocks, {steps * 4 * 20:,} tokens ({DEPENDS}"
         assert f"{stage}: {share} for {takes}" in printed
 
 
@@ -325,16 +328,6 @@ def test_a_process_uses_one_gpu_and_says_how_to_use_all(train, unbroken, monkeyp
     assert ours["final_loss"] == theirs["final_loss"]
 
 
-def test_a_run_says_what_a_step_takes_and_if_processes_change_it(train, tmp_path, capsys):
-    depends = "other numbers of processes have other steps"
-    for name, options in {"here": [], "anywhere": ["training.global_batch_size=4"]}.items():
-        with interrupted_in_step(1):
-            train(*options, out=tmp_path / name)
-        printed = capsys.readouterr().out
-        assert "3 steps of 4 blocks" in printed
-        assert (depends in printed) == (name == "here")
-
-
 OTHER_BATCHES = {  # blocks a step of the stages k and qkv
     "training.global_batch_size=8": (8, 8),
     "stages.qkv.global_batch_size=8": (4, 8),
@@ -384,6 +377,8 @@ def test_what_a_run_does_otherwise_than_its_recipe_seems_to_say_is_announced(
     assert [printed.count(line) for line in ANNOUNCED.values()] == [
         int(other == setting) for other in ANNOUNCED
     ]
+    assert " for 1 steps of " in printed
+    assert DEPENDS not in printed
 
 
 TEACHERS = {
