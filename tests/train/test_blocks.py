@@ -18,6 +18,7 @@ from coca_hf.train import data, run_directory
 from coca_hf.train.processes import EXIT_STOPPED, Stopped
 from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import prepare_recipe, run_recipe
+from tests.conftest import flip
 from tests.train.corpora import make_corpus, tokens_of
 from tests.train.results import logged, no_file_above
 
@@ -233,12 +234,6 @@ def test_the_directory_of_blocks_does_not_depend_on_that_of_the_tokenizer(
     tiny_tokenizer.save_pretrained(tmp_path / "copy")
     copy = AutoTokenizer.from_pretrained(tmp_path / "copy")
     assert len(make_corpus(sources, copy, SEQ_LEN, tmp_path / "prepared", 7).blocks()) == 5
-
-
-def flip(path, place):
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
 
 
 DAMAGE = [

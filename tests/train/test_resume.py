@@ -29,6 +29,7 @@ from coca_hf.train.recipe import Recipe, load_recipe
 from coca_hf.train.run_directory import last_checkpoint, saved_checkpoints
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer, _Unpickler, load_state, save_state
+from tests.conftest import flip
 from tests.train.conftest import make_recipe_tree
 from tests.train.layouts import Run, before_each_step, interrupted_in_step, launch
 from tests.train.results import STAGES, assert_same_weights, logged, no_file_above, record, timeless
@@ -268,7 +269,7 @@ def first_stage(unbroken, tmp_path) -> Path:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_a_changed_result_of_the_stage_before_is_refused(train, first_stage, name):
-    (change_epsilon if name == "config.json" else change_byte)(first_stage / "1-k" / name)
+    (change_epsilon if name == "config.json" else flip)(first_stage / "1-k" / name)
     message = rf"1-k/{name}: got xxh3_128 \w{{32}}, expected \w{{32}} as training.json"
     with pytest.raises(CocaError, match=message):
         train(stage=None, resume=True)
@@ -277,12 +278,6 @@ def test_a_changed_result_of_the_stage_before_is_refused(train, first_stage, nam
 
 def truncate(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def change_byte(path):
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.fixture(scope="module")
@@ -372,9 +367,9 @@ TEXTS = "was .* bytes, xxh3_128 .*, now "
 OTHER_INPUTS = {  # in the directory of the model, the teacher and the texts
     "texts/words/new.txt": (lambda path: path.write_text("abc"), "was absent, now 3"),
     "texts/digits.jsonl": (append_row, TEXTS),
-    "texts/words/1.txt": (change_byte, TEXTS),
-    "model/model.safetensors": (change_byte, "model.model.safetensors was"),
-    "teacher/model.safetensors": (change_byte, "teacher.model.safetens"),
+    "texts/words/1.txt": (flip, TEXTS),
+    "model/model.safetensors": (flip, "model.model.safetensors was"),
+    "teacher/model.safetensors": (flip, "teacher.model.safetens"),
     "teacher/pytorch_model.bin": (
         lambda path: path.write_bytes(b"other weights"),
         "teacher.pytorch_model.bin was absent, now ",
@@ -467,11 +462,9 @@ def test_a_flipped_bit_on_the_disk_is_not_trained_on(tmp_path):
     model, optimizer = trained()
     save_state(model, optimizer, tmp_path)
     [file] = (tmp_path / "state").glob("*.distcp")
-    content = bytearray(file.read_bytes())
-    place = content.find(model.weight.detach().numpy().tobytes())
+    place = file.read_bytes().find(model.weight.detach().numpy().tobytes())
     assert place > 0
-    content[place] ^= 1
-    file.write_bytes(content)
+    flip(file, place)
     other = nn.Linear(3, 5)
     with pytest.raises(CheckpointException, match="got another CRC-32 than was written"):
         load_state(other, torch.optim.AdamW(other.parameters()), tmp_path)

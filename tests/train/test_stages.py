@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Traini
 from coca_hf import CocaError, convert_checkpoint
 from coca_hf.train.preflight import resolve_stages
 from coca_hf.train.processes import Stopped
-from coca_hf.train.recipe import load_recipe
+from coca_hf.train.recipe import Recipe, load_recipe
 from coca_hf.train.stages import _noting_a_stop, run_recipe
 from tests.train.layouts import interrupted_in_step
 from tests.train.results import STAGES, assert_same_weights, changed, log_lines, record, weights
@@ -135,8 +135,7 @@ def test_a_tied_weight_learns_by_either_of_its_names(tiny_coca_dir, recipe_tree,
     AutoTokenizer.from_pretrained(tiny_coca_dir).save_pretrained(tmp_path / "tied")
     recipe_tree["model"] = str(tmp_path / "tied")
     recipe_tree["stages"] = [{"name": "head", "train": ["lm_head"], "max_steps": 1}]
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe_tree))
-    result = run_recipe(load_recipe(tmp_path / "r.yaml"), tmp_path / "out")
+    result = run_recipe(Recipe.model_validate(recipe_tree), tmp_path / "out")
     assert record(result)["parameters"]["trained"] == 259 * 48
     assert changed(weights(tmp_path / "tied"), weights(result)) == {"model.embed_tokens.weight"}
 
@@ -299,8 +298,7 @@ def test_kept_layers_learn_nothing_in_stage_k_and_later_the_projections_that_are
     convert_checkpoint(tiny_llama_dir, tmp_path / "coca", keep_layers=[1], keep_window=9)
     recipe_tree["model"] = str(tmp_path / "coca")
     recipe_tree["stages"][1]["train"] = ["q_proj", "k_proj", "t_proj", "v_proj"]
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe_tree))
-    run_recipe(load_recipe(tmp_path / "recipe.yaml"), tmp_path / "out")
+    run_recipe(Recipe.model_validate(recipe_tree), tmp_path / "out")
     directories = (tmp_path / "coca", *(tmp_path / "out" / stage for stage in STAGES[:2]))
     learnt = [
         {name.split("self_attn.")[-1] for name in changed(*states) if ".1." in name}

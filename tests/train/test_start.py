@@ -33,7 +33,7 @@ from coca_hf.train.preflight import (
     lock,
     resolve_stages,
 )
-from coca_hf.train.recipe import load_recipe
+from coca_hf.train.recipe import Recipe, load_recipe
 from coca_hf.train.run_directory import begin_out, check_out
 from coca_hf.train.stages import prepare_recipe, run_recipe
 from tests.conftest import TINY
@@ -214,9 +214,8 @@ def test_a_checkpoint_that_cannot_be_used_is_refused_before_anything_is_written(
     recipe_tree["teacher"] = str(tiny_llama_dir)
     recipe_tree[key] = str(shutil.copytree(recipe_tree[key], tmp_path / "copy"))
     change(tmp_path / "copy")
-    recipe = load_recipe(write_recipe(tmp_path / "r.yaml", recipe_tree))
     with pytest.raises(CocaError, match=message):
-        run_recipe(recipe, tmp_path / "out")
+        run_recipe(Recipe.model_validate(recipe_tree), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
