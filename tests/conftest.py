@@ -94,6 +94,13 @@ def output_of(*command, **environment):
     return done.stdout
 
 
+def flip(file, place=-1):
+    """Change a bit of a file."""
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """A token per byte, and three special tokens: any text comes back as it was."""

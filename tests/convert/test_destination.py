@@ -34,16 +34,16 @@ def old(tmp_path):
     return tmp_path / "dst"
 
 
-def link_to_theirs(dst):
-    write(dst.parent / "elsewhere" / "a.txt", "theirs")
-    dst.symlink_to("elsewhere")
+def link_elsewhere(dst):
+    write(dst.parent / "other" / "config.json", "theirs")
+    dst.symlink_to("other")
 
 
 APPEARS = {
     "a checkpoint": lambda dst: write(dst / "config.json", "theirs"),
     "a directory": lambda dst: write(dst / "letters" / "a.txt", "theirs"),
     "a file": lambda dst: write(dst, "theirs"),
-    "a link": link_to_theirs,
+    "a link": link_elsewhere,
 }
 
 
@@ -64,15 +64,10 @@ def test_what_appears_at_the_destination_meanwhile_is_kept_and_the_rerun_continu
     assert not (tmp_path / ".dst.incomplete").exists()
 
 
-def replace(dst):
-    shutil.rmtree(dst)
-    write(dst / "config.json", "theirs")
-
-
 CHANGES = {
     "a file more": lambda dst: write(dst / "additional_chat_templates" / "b.jinja", "theirs"),
     "a file changed": lambda dst: write(dst / "additional_chat_templates" / "a.jinja", "theirs"),
-    "another checkpoint": replace,
+    "another checkpoint": lambda dst: [shutil.rmtree(dst), write(dst / "config.json", "theirs")],
 }
 
 
@@ -116,11 +111,6 @@ def test_the_rest_of_a_replaced_checkpoint_goes_with_the_next_run(tiny_llama_dir
     shutil.copytree(old, tmp_path / ".dst.incomplete" / "replaced")
     convert_checkpoint(tiny_llama_dir, old, overwrite=True)
     assert [file.name for file in tmp_path.iterdir()] == ["dst"]
-
-
-def link_elsewhere(dst):
-    write(dst.parent / "other" / "config.json", "old")
-    dst.symlink_to("other")
 
 
 PLACES = {  # with --overwrite, except for the first

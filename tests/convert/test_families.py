@@ -31,7 +31,9 @@ from tests.models.test_golden import write_golden
 
 
 @EVERY_CASE_UNDER_ONE_CONSTRAINT
-def test_converted_checkpoint_loads_clean_and_has_the_reference_logits(converted, case, constraint):
+def test_converted_checkpoint_loads_clean_is_the_patched_model_and_has_the_reference_logits(
+    converted, case, constraint
+):
     src, dst, record = converted(case, constraint)
     model, info = AutoModelForCausalLM.from_pretrained(dst, output_loading_info=True)
     assert not any(info.values())
@@ -52,21 +54,13 @@ def test_converted_checkpoint_loads_clean_and_has_the_reference_logits(converted
             of_heads = scales.view(-1, *[1] * (rows.dim() - 1))
             folded = (rows[:, first] + rows[:, second]) / 2 * of_heads
             torch.testing.assert_close(getattr(attention.t_proj, name).data, folded.flatten(0, 1))
-    ids, mask = tokens(), torch.ones(2, 23, dtype=torch.long)
-    expected = reference_logits(carry_t_(stock, model).double(), constraint, ids, mask)
-    assert (model.double()(ids).logits - expected).abs().max() < 1e-5
 
-
-@EVERY_CASE_UNDER_ONE_CONSTRAINT
-def test_patched_model_equals_the_converted_checkpoint(converted, case, constraint):
-    src, dst, _ = converted(case, constraint)
-    model = AutoModelForCausalLM.from_pretrained(src)
-    before = dict(model.named_parameters())
-    patched = patch_(model, constraint)
-    assert patched is model
-    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    loaded = AutoModelForCausalLM.from_pretrained(dst)
-    assert torch.equal(patched(tokens()).logits, loaded(tokens()).logits)
+    original = AutoModelForCausalLM.from_pretrained(src)
+    before, ids = dict(original.named_parameters()), tokens()
+    patched = patch_(original, constraint)
+    assert patched is original
+    assert not any(tensor.is_meta for tensor in (*patched.parameters(), *patched.buffers()))
+    assert torch.equal(patched(ids).logits, model(ids).logits)
     kept = {id(parameter) for parameter in patched.parameters()}
     layers = [f".{layer}." for layer in patched.config.coca_kept_layers]
     replaced = ("k_proj", "k_norm", "query_key_value", "qkv_proj", "gate_up_proj")
@@ -75,6 +69,10 @@ def test_patched_model_equals_the_converted_checkpoint(converted, case, constrai
         != (any(part in name for part in replaced) and not any(layer in name for layer in layers))
         for name, p in before.items()
     )
+
+    mask = torch.ones(2, 23, dtype=torch.long)
+    expected = reference_logits(carry_t_(stock, model).double(), constraint, ids, mask)
+    assert (model.double()(ids).logits - expected).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(

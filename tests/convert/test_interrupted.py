@@ -6,6 +6,7 @@ import random
 import resource
 import shutil
 import signal
+from functools import partial
 from threading import Lock
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_hf import CocaError, convert_checkpoint
+from tests.conftest import flip
 from tests.convert.checkpoints import (
     PROCESSES,
     Stop,
@@ -153,20 +155,16 @@ def test_rerun_keeps_the_finished_shards_also_of_another_dtype_and_gives_the_sam
     assert again["start"] == record["start"]
 
 
-def flip(position):
-    def damage(file):
-        data = bytearray(file.read_bytes())
-        data[position] ^= 1
-        file.write_bytes(data)
+DAMAGES = {
+    "number": partial(flip, place=-5),
+    "header's length": partial(flip, place=0),
+    "header": partial(flip, place=30),
+    "cut": lambda file: os.truncate(file, 5000),
+    "gone": lambda file: file.unlink(),
+}
 
-    return damage
 
-
-@pytest.mark.parametrize(
-    "damage",
-    [flip(-5), flip(0), flip(30), lambda file: os.truncate(file, 5000), lambda file: file.unlink()],
-    ids=["number", "header's length", "header", "cut", "gone"],
-)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_rerun_rewrites_a_damaged_shard_and_keeps_the_others(source, expected, tmp_path, damage):
     dst = tmp_path / "dst"
     before = interrupted(source, dst)

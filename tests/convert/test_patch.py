@@ -32,13 +32,6 @@ class OwnMLP(LlamaMLP):
         return 2 * super().forward(x)
 
 
-def with_own_mlp(model):
-    own = OwnMLP(model.config)
-    own.load_state_dict(model.model.layers[1].mlp.state_dict())
-    model.model.layers[1].mlp = own
-    return model
-
-
 @pytest.fixture
 def model(tiny_llama_dir):
     return LlamaForCausalLM.from_pretrained(tiny_llama_dir)
@@ -67,81 +60,31 @@ def test_patch_keeps_dtype_training_mode_and_attention_backend(tiny_llama_dir):
     assert model._no_split_modules == {"CocaLlamaDecoderLayer"}
 
 
-def test_another_model_of_the_process_is_left_alone(tiny_llama_dir):
-    bystander = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
-    ids = torch.arange(20)[None]
-    before = bystander(ids).logits
-    patch_(LlamaForCausalLM.from_pretrained(tiny_llama_dir))
-    assert type(bystander) is LlamaForCausalLM
-    assert torch.equal(bystander(ids).logits, before)
+def set_to(part, name, value):
+    return lambda model: setattr(model.get_submodule(part), name, value)
 
 
-def with_unknown_rope(model):
-    model.config.rope_parameters = {"rope_type": "proportional", "rope_theta": 1e4, "factor": 2.0}
-    return model
-
-
-NOT_PLAIN = {
+OTHERS = {
     "got a CoCA model already": patch_,
     "got LlamaForQuestionAnswering, ex": lambda model: LlamaForQuestionAnswering(model.config),
     "got OptimizedModule, expected": torch.compile,
     "got PeftModelForCausalLM, expected": lambda model: get_peft_model(model, LORA),
     "q_proj is a peft.tuners.lora": lambda model: inject_adapter_in_model(LORA, model),
-    "mlp is a tests.convert.test_patch.OwnMLP, expected transformers.models": with_own_mlp,
-    "proportional": with_unknown_rope,
 }
-
-
-@pytest.mark.parametrize("message", NOT_PLAIN)
-def test_what_is_not_a_plain_llama_is_refused_and_left_as_it_was(model, message):
-    other = NOT_PLAIN[message](model)
-    before = type(other)
-    with pytest.raises(CocaError, match=message):
-        patch_(other)
-    assert type(other) is before
-
-
-def with_compiled_forward(module):
-    module.forward = torch.compile(module.forward)
-
-
+ROPE = {"rope_type": "proportional", "rope_theta": 1e4, "factor": 2.0}
+ATTENTION = "model.layers.1.self_attn"
 CHANGED = {
-    "compiled": lambda module: module.compile(),
-    "forward": with_compiled_forward,
-    "method": lambda module: setattr(module, "extra_repr", lambda: ""),
-    "hook": lambda module: module.register_forward_hook(lambda *_: None),
-    "pre-hook": lambda module: module.register_forward_pre_hook(lambda *_: None),
-    "backward hook": lambda module: module.register_full_backward_hook(lambda *_: None),
-    "saving": lambda module: module.register_state_dict_pre_hook(lambda *_: None),
-    "loading": lambda module: module.register_load_state_dict_post_hook(lambda *_: None),
-}
-
-
-@pytest.mark.parametrize("part", ["", "model.layers.1.mlp"])
-@pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
-def test_what_is_compiled_or_has_hooks_or_another_method_is_refused(model, part, change):
-    change(model.get_submodule(part))
-    with pytest.raises(CocaError, match=f"patch_: {part or 'the model'} is compiled or has hooks"):
-        patch_(model)
-    assert type(model) is LlamaForCausalLM
-
-
-def set_to(part, name, value):
-    return lambda model: setattr(model.get_submodule(part), name, value)
-
-
-CHANGED_NUMBERS = {
-    "model.layers.1.self_attn.scaling is 0.5, expected 0.35": (
-        set_to("model.layers.1.self_attn", "scaling", 0.5)
+    "mlp is a tests.convert.test_patch.OwnMLP, expected transformers.models": (
+        lambda model: setattr(model.model.layers[1], "mlp", OwnMLP(model.config))
     ),
+    "proportional": lambda model: setattr(model.config, "rope_parameters", ROPE),
+    f"{ATTENTION}.scaling is 0.5, expected 0.35": set_to(ATTENTION, "scaling", 0.5),
+    f"{ATTENTION}.is_causal is False, expected True": set_to(ATTENTION, "is_causal", False),
     "model.norm.variance_epsilon is 0.5, expected 1e-06": (
         set_to("model.norm", "variance_epsilon", 0.5)
     ),
     "variance_epsilon is 1e-06, expected 0.5 as the config": (
         lambda model: setattr(model.config, "rms_norm_eps", 0.5)
-    ),
-    "model.layers.1.self_attn.is_causal is False, expected True": (
-        set_to("model.layers.1.self_attn", "is_causal", False)
     ),
     "model.rotary_emb.attention_scaling is 2.0, expected 1.0": (
         set_to("model.rotary_emb", "attention_scaling", 2.0)
@@ -153,10 +96,36 @@ CHANGED_NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("message", CHANGED_NUMBERS)
-def test_numbers_other_than_the_configs_are_refused(model, message):
-    CHANGED_NUMBERS[message](model)
+@pytest.mark.parametrize("message", OTHERS | CHANGED)
+def test_what_is_not_a_plain_model_of_its_config_is_refused_and_left_as_it_was(model, message):
+    if message in OTHERS:
+        model = OTHERS[message](model)
+    else:
+        CHANGED[message](model)
+    before = type(model)
     with pytest.raises(CocaError, match=f"patch_: .*{message}"):
+        patch_(model)
+    assert type(model) is before
+
+
+HOOKED = {
+    "compiled": lambda module: module.compile(),
+    "forward": lambda module: setattr(module, "forward", torch.compile(module.forward)),
+    "method": lambda module: setattr(module, "extra_repr", lambda: ""),
+    "hook": lambda module: module.register_forward_hook(lambda *_: None),
+    "pre-hook": lambda module: module.register_forward_pre_hook(lambda *_: None),
+    "backward hook": lambda module: module.register_full_backward_hook(lambda *_: None),
+    "saving": lambda module: module.register_state_dict_pre_hook(lambda *_: None),
+    "loading": lambda module: module.register_load_state_dict_post_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "part"), [*zip(HOOKED, itertools.cycle(["", "model.layers.1.mlp", "model.norm"]))]
+)
+def test_what_is_compiled_or_has_hooks_or_another_method_is_refused(model, part, change):
+    HOOKED[change](model.get_submodule(part))
+    with pytest.raises(CocaError, match=f"patch_: {part or 'the model'} is compiled or has hooks"):
         patch_(model)
     assert type(model) is LlamaForCausalLM
 
@@ -269,8 +238,7 @@ def test_unpatch_refuses_embeddings_that_were_resized(model, sizes):
 
 def test_unpatch_refuses_adapters_until_they_are_merged(model):
     patch_(model, keep_original=True)
-    lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "t_proj"])
-    adapted = get_peft_model(model, lora)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "t_proj"]))
     message = r"unpatch_: got modules or parameters that were replaced .* \(merge_and_unl"
     with pytest.raises(CocaError, match=message):
         unpatch_(model)
@@ -309,11 +277,13 @@ def test_unpatch_refuses_to_lose_what_an_adapter_trained_beside_itself(model):
 
 
 @pytest.mark.parametrize(("case", "kept"), [*zip(CASES, itertools.cycle([(), (1,)]))])
-def test_unpatch_restores_every_family_exactly(case, kept):
+def test_unpatch_restores_every_family_exactly_and_patch_leaves_other_models_alone(case, kept):
     model, ids = stock_model(case), tokens()
     untouched, before = copy.deepcopy(model), dict(model.named_parameters())
+    expected = model(ids).logits
     patch_(model, "strict", keep_original=True, keep_layers=kept)
-    assert not torch.equal(model(ids).logits, untouched(ids).logits)
+    assert not torch.equal(model(ids).logits, expected)
+    assert torch.equal(untouched(ids).logits, expected)
     with torch.no_grad():
         for parameter in model.model.layers[0].self_attn.t_proj.parameters():
             parameter.zero_()
@@ -324,7 +294,7 @@ def test_unpatch_restores_every_family_exactly(case, kept):
     after = dict(model.named_parameters())
     assert list(after) == list(before)
     assert all(after[name] is before[name] for name in before)
-    assert torch.equal(model.eval()(ids).logits, untouched(ids).logits)
+    assert torch.equal(model.eval()(ids).logits, expected)
     assert model.config.to_dict() == untouched.config.to_dict()
     assert type(patch_(model)) is FAMILIES[CASES[case][0]].coca_causal_lm
 

@@ -8,8 +8,7 @@ import torch
 from coca_hf import patch_
 from coca_hf.convert.layer_pairs import LayerPairs
 from coca_hf.convert.refit import RIDGE, TOKENS_A_COLUMN, blocks_to_refit_on, refit_outputs
-from tests.convert.test_calibrate import blocks_of
-from tests.models.families import CASES, stock_model
+from tests.models.families import CASES, WINDOW, stock_model, tokens
 
 
 def seen_in(model, ids, layer, attention, output=None):
@@ -41,7 +40,7 @@ def regression(theirs, a, ours, o, output, scale):
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_layer_gets_the_regression_on_what_whole_models_have_there(case, pairs_of, tmp_path):
-    original, ids, held_out = stock_model(case), blocks_of(5), blocks_of(2, seed=1)
+    original, ids, held_out = stock_model(case), tokens(5, WINDOW), tokens(2, WINDOW, seed=1)
     coca = patch_(copy.deepcopy(original)).eval()
     pairs = pairs_of(original)
     outputs, states = refit_outputs(pairs, {}, ids, held_out, tmp_path)
@@ -77,7 +76,7 @@ def test_a_quarter_of_text_and_of_repeated_passages_is_fitted_on_or_as_much_as_w
 
 @pytest.mark.gpu
 def test_a_gpu_finds_what_a_processor_does(pairs_of, tmp_path):
-    pairs, ids = pairs_of(stock_model("qwen3")), blocks_of(5)
+    pairs, ids = pairs_of(stock_model("qwen3")), tokens(5, WINDOW)
     on_gpu = LayerPairs(pairs.layout, "cuda")
     expected, _ = refit_outputs(pairs, {}, ids, ids[:1], tmp_path)
     found, _ = refit_outputs(on_gpu, {}, ids, ids[:1], tmp_path)

@@ -465,21 +465,17 @@ def test_other_settings_make_another_table_whose_caption_says_so(run, change, sa
     assert tables[1].settings.startswith(said)
 
 
-SPECIAL = {"coca_constraint": "strict", "coca_kept_layers": [2, 5], "coca_kept_window": 4096}
-SPECIAL |= {"coca_content_pairs": 3, "coca_content_layers": [1]}
-SAID = {  # of what is special about a row
-    "stride 256, yarn's windows and mean": {"variant": "yarn"},
-    "- persuasion.txt\n- note.txt (empty or too short, left out)\n": {
-        "skipped_documents": ["note.txt"]
-    },
-    "| CoCA, strict, layers kept: 2 with a window of 4,096 tokens, 3 content pairs, layers with more "
-    "content pairs: 1 |": SPECIAL,
-}
-
-
-@pytest.mark.parametrize("words", SAID, ids=["a script's windows", "documents", "layers"])
-def test_the_page_says_what_is_special_about_a_row(page, words):
-    assert words in page(row(**SAID[words]))
+def test_the_page_says_what_is_special_about_a_row(page):
+    special = {"coca_constraint": "strict", "coca_kept_layers": [2, 5], "coca_kept_window": 4096}
+    special |= {"coca_content_pairs": 3, "coca_content_layers": [1]}
+    made = page(row(**special, variant="yarn", skipped_documents=["note.txt"]))
+    for words in (
+        "stride 256, yarn's windows and mean",
+        "- persuasion.txt\n- note.txt (empty or too short, left out)\n",
+        "| CoCA, strict, layers kept: 2 with a window of 4,096 tokens, 3 content pairs, layers with "
+        "more content pairs: 1 |",
+    ):
+        assert words in made
 
 
 def test_models_of_one_name_are_told_apart_by_path_and_dtype(run):

@@ -18,6 +18,7 @@ from coca_hf.train import data, run_directory
 from coca_hf.train.processes import EXIT_STOPPED, Stopped
 from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import prepare_recipe, run_recipe
+from tests.conftest import flip
 from tests.train.corpora import make_corpus, tokens_of
 from tests.train.results import logged, no_file_above
 
@@ -235,12 +236,6 @@ def test_the_directory_of_blocks_does_not_depend_on_that_of_the_tokenizer(
     assert len(make_corpus(sources, copy, SEQ_LEN, tmp_path / "prepared", 7).blocks()) == 5
 
 
-def flip(path, place):
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
-
-
 DAMAGE = [
     ("source-0.bin: got 100 bytes, expected the ", lambda path: os.truncate(path, 100)),
     ("order.bin: got 0 bytes, expected the 800 that were prepared", os.unlink),
@@ -381,26 +376,19 @@ def test_the_command_is_stopped_by_a_signal_and_continues(
     assert "prepared: 48 blocks" in capsys.readouterr().out
 
 
-def test_a_run_prepares_the_blocks_up_to_its_last_stage_and_says_where_they_are(
-    recipe_path, tmp_path, monkeypatch, capsys
+def test_a_run_prepares_the_blocks_up_to_its_last_stage_says_where_and_continues_on_others(
+    recipe_path, unbroken, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.undo()
-    recipe = load_recipe(recipe_path, [f"data.prepared={tmp_path / 'blocks'}"])
-    run_recipe(recipe, tmp_path / "out", stage="k")
-    printed = capsys.readouterr().out
-    (made,) = (path.parent for path in (tmp_path / "blocks").glob("*/state.json"))
-    assert f"data: preparing 12 blocks in {made}\n" in printed  # 3 steps of 4
-    assert re.search(rf"data: 12 blocks, 0\.0\d MB, in {made}\n", printed)
-    assert printed.count(": blocks of all documents\n") == 2
-    run_recipe(recipe, tmp_path / "out", resume=True)
-    assert f"data: preparing 48 blocks in {made}\n" in capsys.readouterr().out
-
-
-def test_a_run_continues_on_blocks_elsewhere(recipe_path, unbroken, tmp_path, monkeypatch):
-    monkeypatch.undo()
-    for place in ("one", "other"):
+    # 4 blocks a step
+    for place, stage, count in (("one", "k", 12), ("one", "qkv", 32), ("other", None, 48)):
         recipe = load_recipe(recipe_path, [f"data.prepared={tmp_path / place}"])
-        run_recipe(recipe, tmp_path / "out", stage="k" if place == "one" else None, resume=True)
+        run_recipe(recipe, tmp_path / "out", stage, resume=True)
+        printed = capsys.readouterr().out
+        (made,) = (path.parent for path in (tmp_path / place).glob("*/state.json"))
+        assert f"data: preparing {count} blocks in {made}\n" in printed
+        assert re.search(rf"data: {count} blocks, 0\.0\d MB, in {made}\n", printed)
+        assert printed.count(": blocks of all documents\n") == 2
     assert logged(tmp_path / "out/3-full") == logged(unbroken / "3-full")
 
 

@@ -12,7 +12,7 @@ import shutil
 import signal
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, cycle, repeat
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,7 @@ from coca_hf.train.recipe import Recipe, load_recipe
 from coca_hf.train.run_directory import last_checkpoint, saved_checkpoints
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer, _Unpickler, load_state, save_state
+from tests.conftest import flip
 from tests.train.conftest import make_recipe_tree
 from tests.train.layouts import Run, before_each_step, interrupted_in_step, launch
 from tests.train.results import STAGES, assert_same_weights, logged, no_file_above, record, timeless
@@ -173,51 +174,45 @@ def test_a_resumed_run_saves_at_the_interval_that_it_is_given(train, tmp_path, m
     assert [path.name for path in saved] == ["checkpoint-3", "checkpoint-5"]
 
 
-def test_a_full_disk_is_one_line_and_the_run_continues_with_room(train, unbroken, tmp_path):
-    out = tmp_path / "out"
-    message = r"1-k/trainer: cannot be written \(0.01 MB needed, \S+ GB free\): .*; what was saved"
-    with no_file_above(5_000), pytest.raises(CocaError, match=message) as caught:
-        train()
-    assert not any(word in str(caught.value) for word in ("\n", "Traceback"))
-    assert last_checkpoint(out / "1-k/trainer") is None
-    train(resume=True)
-    assert_same_run(out, unbroken, STAGES[:1])
-
-
-def test_a_disk_that_is_full_at_the_end_of_a_stage_keeps_its_last_checkpoint(
-    train, unbroken, tmp_path, monkeypatch
-):
-    out = tmp_path / "out"
-    monkeypatch.setattr("coca_hf.train.stages.StageTrainer.save_model", save_result_on_a_full_disk)
-    message = r"1-k: cannot be written \(0.31 MB needed, \S+ GB free\): .*File too large"
-    with pytest.raises(CocaError, match=message):
-        train()
-    monkeypatch.undo()
-    assert last_checkpoint(out / "1-k/trainer").name == "checkpoint-3"
-    assert not (out / "1-k/training.json").exists()
-    train(resume=True)
-    assert_same_run(out, unbroken, STAGES[:1])
-
-
-def test_a_logger_on_a_full_disk_is_one_line_and_the_run_continues(
-    recipe_path, unbroken, tmp_path, monkeypatch
-):
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("transformers.integrations.TensorBoardCallback.on_log", full)
-        message = r"1-k: \[Errno 28\] No space left on device; what was saved before is"
-        recipe = load_recipe(recipe_path, ["training.report_to=tensorboard"])
-        with pytest.raises(CocaError, match=message):
-            run_recipe(recipe, tmp_path / "out", "k")
-    run_recipe(load_recipe(recipe_path), tmp_path / "out", "k", resume=True)
-    assert_same_run(tmp_path / "out", unbroken, STAGES[:1])
-
-
 def save_result_on_a_full_disk(self, output_dir=None, _internal_call=False):
     with no_file_above(200_000 if output_dir.endswith("1-k/partial") else 10**9):
         Trainer.save_model(self, output_dir, _internal_call)
+
+
+def log_on_a_full_disk(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_disk_that_is_full_at_any_place_is_one_line_and_the_run_continues_with_room(
+    train, unbroken, tmp_path, monkeypatch
+):
+    out, trainer_dir = tmp_path / "out", tmp_path / "out/1-k/trainer"
+
+    def refused(message, last, *settings):
+        with pytest.raises(CocaError, match=f"{message}.*; what was saved before is") as caught:
+            train(*settings, resume=True)
+        assert not any(word in str(caught.value) for word in ("\n", "Traceback"))
+        assert last_checkpoint(trainer_dir) == (last and trainer_dir / last)
+        assert not (out / "1-k/training.json").exists()
+
+    with no_file_above(5_000):
+        refused(r"1-k/trainer: cannot be written \(0.01 MB needed, \S+ GB free\): ", None)
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.integrations.TensorBoardCallback.on_log", log_on_a_full_disk)
+        message = r"1-k: \[Errno 28\] No space left on device"
+        refused(message, None, "training.report_to=tensorboard")
+    with monkeypatch.context() as patch:
+        real, free = shutil.disk_usage, chain([10**9], repeat(20))
+        usage = "coca_hf.train.run_directory.shutil.disk_usage"
+        patch.setattr(usage, lambda path: real(path)._replace(free=next(free)))
+        message = "1-k/trainer: got 0.00 MB free, expected 0.01 MB for checkpoint-3"
+        refused(message, "checkpoint-2")
+    with monkeypatch.context() as patch:
+        patch.setattr(StageTrainer, "save_model", save_result_on_a_full_disk)
+        message = r"1-k: cannot be written \(0.31 MB needed, \S+ GB free\): .*File too large"
+        refused(message, "checkpoint-3")
+    train(resume=True)
+    assert_same_run(out, unbroken, STAGES[:1])
 
 
 def test_an_empty_directory_resumes_to_a_fresh_run(recipe_path, tmp_path):
@@ -241,19 +236,6 @@ def test_an_out_that_is_a_file_or_below_one_is_refused_in_one_line(train, tmp_pa
     (tmp_path / "file").write_text("")
     with pytest.raises(CocaError, match=message):
         train(stage=None, out=tmp_path / out)
-
-
-def test_a_disk_without_room_is_found_before_writing(train, unbroken, tmp_path, monkeypatch):
-    out, real, free = tmp_path / "out", shutil.disk_usage, chain([10**9], repeat(20))
-    usage = "coca_hf.train.run_directory.shutil.disk_usage"
-    monkeypatch.setattr(usage, lambda path: real(path)._replace(free=next(free)))
-    message = r"1-k/trainer: got 0.00 MB free, expected 0.01 MB for checkpoint-3; what was saved before is untouched"
-    with pytest.raises(CocaError, match=message):
-        train()
-    monkeypatch.undo()
-    assert last_checkpoint(out / "1-k/trainer").name == "checkpoint-2"
-    train(resume=True)
-    assert_same_run(out, unbroken, STAGES[:1])
 
 
 def test_an_interrupted_stage_with_adapters_and_a_teacher_resumes_to_the_same_bits(
@@ -287,7 +269,7 @@ def first_stage(unbroken, tmp_path) -> Path:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_a_changed_result_of_the_stage_before_is_refused(train, first_stage, name):
-    (change_epsilon if name == "config.json" else change_byte)(first_stage / "1-k" / name)
+    (change_epsilon if name == "config.json" else flip)(first_stage / "1-k" / name)
     message = rf"1-k/{name}: got xxh3_128 \w{{32}}, expected \w{{32}} as training.json"
     with pytest.raises(CocaError, match=message):
         train(stage=None, resume=True)
@@ -296,12 +278,6 @@ def test_a_changed_result_of_the_stage_before_is_refused(train, first_stage, nam
 
 def truncate(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def change_byte(path):
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.fixture(scope="module")
@@ -338,6 +314,7 @@ def test_a_damaged_checkpoint_is_named(interrupted, tmp_path, damage, file):
         run_recipe(recipe, out, stage="k", resume=True)
 
 
+LOST = "another process of this run has ended"
 NOT_DAMAGE = [
     (OSError(errno.ESTALE, "Stale handle"), CocaError, r"4: cannot be read now \(.* with --resu"),
     (PermissionError(errno.EACCES, "No"), CocaError, r"4: cannot be read now \(PermissionError"),
@@ -345,18 +322,19 @@ NOT_DAMAGE = [
     (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError, "CUDA out of memory"),
     (MemoryError("too large"), MemoryError, "too large"),
 ]
+READERS = (trainer.DefaultLoadPlanner, "load_bytes"), (Trainer, "_load_rng_state")
 
 
-@pytest.mark.parametrize(("error", "kind", "message"), NOT_DAMAGE)
-@pytest.mark.parametrize("reads", [trainer.DefaultLoadPlanner, Trainer])
+@pytest.mark.parametrize(("failure", "reader"), [*zip(NOT_DAMAGE, cycle(READERS))])
 def test_a_whole_checkpoint_that_cannot_be_read_now_is_not_to_be_deleted(
-    interrupted, tmp_path, monkeypatch, error, kind, message, reads
+    interrupted, tmp_path, monkeypatch, failure, reader
 ):
+    error, kind, message = failure
+
     def fail(*args):
         raise error
 
-    name = "_load_rng_state" if reads is Trainer else "load_bytes"
-    monkeypatch.setattr(reads, name, fail)
+    monkeypatch.setattr(*reader, fail)
     out = shutil.copytree(interrupted / "out", tmp_path / "out")
     with pytest.raises(kind, match=message) as caught:
         run_recipe(load_recipe(interrupted / "recipe.yaml"), out, stage="k", resume=True)
@@ -389,9 +367,9 @@ TEXTS = "was .* bytes, xxh3_128 .*, now "
 OTHER_INPUTS = {  # in the directory of the model, the teacher and the texts
     "texts/words/new.txt": (lambda path: path.write_text("abc"), "was absent, now 3"),
     "texts/digits.jsonl": (append_row, TEXTS),
-    "texts/words/1.txt": (change_byte, TEXTS),
-    "model/model.safetensors": (change_byte, "model.model.safetensors was"),
-    "teacher/model.safetensors": (change_byte, "teacher.model.safetens"),
+    "texts/words/1.txt": (flip, TEXTS),
+    "model/model.safetensors": (flip, "model.model.safetensors was"),
+    "teacher/model.safetensors": (flip, "teacher.model.safetens"),
     "teacher/pytorch_model.bin": (
         lambda path: path.write_bytes(b"other weights"),
         "teacher.pytorch_model.bin was absent, now ",
@@ -451,11 +429,10 @@ def test_the_same_files_in_another_order_are_refused(train, tmp_path):
         train(*settings, stage=None, resume=True)
 
 
-def test_another_number_of_blocks_a_step_is_refused(train):
-    train()
+def test_another_number_of_blocks_a_step_is_refused(train, unbroken):
     message = "other inputs: blocks_per_step.k was 4, now 8; .* keep the product of processes, per_"
     with pytest.raises(CocaError, match=message):
-        train("training.per_device_train_batch_size=8", stage=None, resume=True)
+        train("training.per_device_train_batch_size=8", out=unbroken, resume=True)
 
 
 DAMAGED = {
@@ -485,11 +462,9 @@ def test_a_flipped_bit_on_the_disk_is_not_trained_on(tmp_path):
     model, optimizer = trained()
     save_state(model, optimizer, tmp_path)
     [file] = (tmp_path / "state").glob("*.distcp")
-    content = bytearray(file.read_bytes())
-    place = content.find(model.weight.detach().numpy().tobytes())
+    place = file.read_bytes().find(model.weight.detach().numpy().tobytes())
     assert place > 0
-    content[place] ^= 1
-    file.write_bytes(content)
+    flip(file, place)
     other = nn.Linear(3, 5)
     with pytest.raises(CheckpointException, match="got another CRC-32 than was written"):
         load_state(other, torch.optim.AdamW(other.parameters()), tmp_path)

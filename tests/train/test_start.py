@@ -33,7 +33,7 @@ from coca_hf.train.preflight import (
     lock,
     resolve_stages,
 )
-from coca_hf.train.recipe import load_recipe
+from coca_hf.train.recipe import Recipe, load_recipe
 from coca_hf.train.run_directory import begin_out, check_out
 from coca_hf.train.stages import prepare_recipe, run_recipe
 from tests.conftest import TINY
@@ -52,7 +52,7 @@ def write_recipe(path, tree: dict):
 @pytest.mark.parametrize("kind", ["tiny_llama_dir", "tiny_coca_dir"])
 def test_overrides_of_the_config_are_used_and_kept(kind, recipe_tree, tmp_path, request):
     recipe_tree["model"] = str(request.getfixturevalue(kind))
-    recipe_tree["stages"] = recipe_tree["stages"][2:]
+    recipe_tree["stages"] = [{"name": "full", "train": "all", "max_steps": 1}]
     path = write_recipe(tmp_path / "r.yaml", recipe_tree)
     plain = run_recipe(load_recipe(path), tmp_path / "plain")
     rope = "rope_parameters: {rope_type: linear, factor: 4.0}"
@@ -214,9 +214,8 @@ def test_a_checkpoint_that_cannot_be_used_is_refused_before_anything_is_written(
     recipe_tree["teacher"] = str(tiny_llama_dir)
     recipe_tree[key] = str(shutil.copytree(recipe_tree[key], tmp_path / "copy"))
     change(tmp_path / "copy")
-    recipe = load_recipe(write_recipe(tmp_path / "r.yaml", recipe_tree))
     with pytest.raises(CocaError, match=message):
-        run_recipe(recipe, tmp_path / "out")
+        run_recipe(Recipe.model_validate(recipe_tree), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
