@@ -77,8 +77,8 @@ def test_no_trace_of_a_held_out_block_is_ever_trained_on_from_its_own_source_or_
     with (tmp_path / "b.jsonl").open("a") as file:
         file.write((tmp_path / "a.jsonl").read_text())
     text = sum(DOCUMENTS[kind])
-    # several whole passes of the first, if it has most of the weight
-    blocks = prepared([first, other], 9 * text // SEQ_LEN, held_out_blocks=6)
+    # several whole passes of the first, if it has most of the weight, and one of the other
+    blocks = prepared([first, other], (3 * text + 24_000) // SEQ_LEN, held_out_blocks=6)
     held = blocks.held_out
     assert held.shape == (6, SEQ_LEN)
     assert held.dtype == torch.int64

@@ -5,13 +5,12 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MistralConfig
 
 from coca_hf import CocaError, convert_checkpoint
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
 from tests.conftest import TINY
-from tests.convert.checkpoints import edit_config
+from tests.convert.checkpoints import edit_config, edit_weights
 
 IDS = torch.arange(17)[None]
 
@@ -76,9 +75,7 @@ def test_plain_facts_equal_the_loaded_models(tmp_path, config):
 
 def test_weights_count_in_the_dtype_in_which_they_are_loaded(tmp_path):
     directory = saved(LlamaConfig(**TINY, vocab_size=53), tmp_path / "src")
-    weights = load_file(directory / "model.safetensors")
-    half = {name: tensor.bfloat16() for name, tensor in weights.items()}
-    save_file(half, directory / "model.safetensors", {"format": "pt"})
+    edit_weights(directory, lambda w: w.update({name: w[name].bfloat16() for name in w}))
     model = AutoModelForCausalLM.from_pretrained(directory)
     assert model.dtype == torch.float32
     assert_facts_are_of(model, inspect_checkpoint(directory))
@@ -131,47 +128,34 @@ def test_command_prints_lines_json_or_one_line_of_error(tiny_coca_dir, tmp_path,
         assert error.startswith("error: ")
 
 
-def write_config(text):
-    return lambda directory: (directory / "config.json").write_text(text)
-
-
-def change_config(**fields):
-    return lambda directory: edit_config(directory, **fields)
-
-
-def drop_layer(directory):
-    weights = load_file(directory / "model.safetensors")
-    kept = {name: tensor for name, tensor in weights.items() if ".2." not in name}
-    save_file(kept, directory / "model.safetensors")
+def drop_layer(weights):
+    for name in [name for name in weights if ".2." in name]:
+        del weights[name]
 
 
 WORDS = {"rope_type": "default", "rope_theta": 1e4, "original_max_position_embeddings": "x"}
+FIELDS = {  # of the config, and what is said of them
+    "got model_type 'x'": {"model_type": "x"},
+    "config.json: .*hidden_size": {"hidden_size": "big"},
+    "config.json: got a length of 'x', expected a whole number": {"rope_parameters": WORDS},
+    "expected a family of coca-convert": {"model_type": "clip"},
+    "config.json: got weights quantized by fp8, expected plain ones": {
+        "quantization_config": {"quant_method": "fp8"}
+    },
+}
 DAMAGE = {
-    "no config": (lambda d: (d / "config.json").unlink(), "config.json: no such file"),
-    "unknown family": (write_config('{"model_type": "x"}'), "got model_type 'x'"),
-    "bad value": (change_config(hidden_size="big"), "config.json: .*hidden_size"),
-    "no weights": (lambda d: (d / "model.safetensors").unlink(), "got no weights"),
-    "length in words": (
-        change_config(rope_parameters=WORDS),
-        "config.json: got a length of 'x', expected a whole number",
-    ),
-    "CoCA weights under clip": (
-        change_config(model_type="clip"),
-        "expected a family of coca-convert",
-    ),
-    "quantized": (
-        change_config(quantization_config={"quant_method": "fp8"}),
-        "config.json: got weights quantized by fp8, expected plain ones",
-    ),
-    "truncated": (lambda d: (d / "model.safetensors").write_bytes(b"\1"), "truncated or corrupted"),
-    "a layer less": (drop_layer, "got weights of 2 layers, expected 3 from config.json"),
+    "config.json: no such file": lambda d: (d / "config.json").unlink(),
+    "got no weights": lambda d: (d / "model.safetensors").unlink(),
+    "truncated or corrupted": lambda d: (d / "model.safetensors").write_bytes(b"\1"),
+    "got weights of 2 layers, expected 3 from config": lambda d: edit_weights(d, drop_layer),
 }
 
 
-@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE.keys())
-def test_bad_input_is_one_line(tiny_coca_dir, tmp_path, damage, message):
+@pytest.mark.parametrize("message", [*FIELDS, *DAMAGE])
+def test_bad_input_is_one_line(tiny_coca_dir, tmp_path, message):
     directory = shutil.copytree(tiny_coca_dir, tmp_path / "damaged")
-    damage(directory)
+    edit_config(directory, **FIELDS.get(message, {}))
+    DAMAGE.get(message, str)(directory)
     with pytest.raises(CocaError, match=message):
         inspect_checkpoint(directory)
 

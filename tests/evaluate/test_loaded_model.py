@@ -51,6 +51,7 @@ def checkpoint(tiny_llama_dir, tmp_path):
 def test_a_model_is_called_by_its_directory_or_as_asked(checkpoint):
     loaded = load_model(str(checkpoint) + "/")
     assert (loaded.name, loaded.path, loaded.tokens_seen) == ("copy", str(checkpoint), None)
+    assert loaded.commit is None
     assert load_model(str(checkpoint), name="mine").name == "mine"
 
 
@@ -80,27 +81,20 @@ def test_a_model_on_the_hub_is_that_of_its_revision_and_commit(checkpoint, tmp_p
     assert (step.tokens_seen, step.trained_seq_len) == (42, 32)
 
 
-def test_a_row_says_which_layers_keep_their_attention_and_over_what_window(
+def test_a_row_says_which_layers_keep_their_attention_and_how_weights_are_quantized(
     tiny_llama_dir, tmp_path
 ):
-    convert_checkpoint(tiny_llama_dir, tmp_path / "coca", keep_layers=[1], keep_window=6)
-    about = about_model(load_model(str(tmp_path / "coca")))
-    assert (about["coca_kept_layers"], about["coca_kept_window"]) == ([1], 6)
-    assert about_model(load_model(str(tiny_llama_dir)))["coca_kept_window"] is None
-
-
-def test_a_row_says_how_weights_are_quantized(tiny_llama_dir, tmp_path):
-    quantized = quantized_by_bitsandbytes(tiny_llama_dir, tmp_path / "int8", load_in_8bit=True)
+    kept, quantized = tmp_path / "coca", tmp_path / "int8"
+    convert_checkpoint(tiny_llama_dir, kept, keep_layers=[1], keep_window=6)
+    quantized_by_bitsandbytes(tiny_llama_dir, quantized, load_in_8bit=True)
     for file in tiny_llama_dir.glob("tokenizer*"):
         shutil.copy(file, quantized)
-    assert about_model(load_model(str(quantized)))["dtype"] == "bfloat16, bitsandbytes"
-    assert about_model(load_model(str(tiny_llama_dir)))["dtype"] == "float32"
-
-
-def test_a_revision_of_a_directory_is_refused(checkpoint):
-    message = r"--revision: got 'v1' for the directory .*copy, expected it for a hub id"
-    refused(checkpoint, message, revision="v1")
-    assert load_model(str(checkpoint)).commit is None
+    plain, kept, quantized = (
+        about_model(load_model(str(path))) for path in (tiny_llama_dir, kept, quantized)
+    )
+    assert (kept["coca_kept_layers"], kept["coca_kept_window"]) == ([1], 6)
+    assert quantized["dtype"] == "bfloat16, bitsandbytes"
+    assert (plain["coca_kept_window"], plain["dtype"]) == (None, "float32")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -176,22 +170,21 @@ def test_tokens_seen_are_read_from_the_training_record(checkpoint):
         refused(checkpoint, r"training\.json: got no stages and tokens of coca-train")
 
 
-def test_a_missing_model_is_refused():
+def test_what_is_no_model_or_no_revision_of_one_is_refused(checkpoint, tmp_path):
     for path in ("./nowhere", ""):
         refused(path, f"'{path}': no such directory, expected a model directory or a hub id")
     refused("nobody/nothing-here", "no such directory here, and as a hub id it cannot be read")
-
-
-def test_a_directory_without_a_model_or_with_an_adapter_alone_is_refused(tmp_path):
+    message = r"--revision: got 'v1' for the directory .*copy, expected it for a hub id"
+    refused(checkpoint, message, revision="v1")
     refused(tmp_path, r"got no config\.json there")
     (tmp_path / "adapter_config.json").write_text("{}")
     refused(tmp_path, "got an adapter of peft, expected a whole model; merge it .*merge_and_unload")
 
 
-@pytest.mark.parametrize("text", ["{", '{"model_type": "nonsense"}'])
-def test_a_config_that_cannot_be_read_is_refused(checkpoint, text):
-    (checkpoint / "config.json").write_text(text)
-    refused(checkpoint, r"copy: its config\.json or its own code cannot be read \(")
+def test_a_config_that_cannot_be_read_is_refused(checkpoint):
+    for text in ("{", '{"model_type": "nonsense"}'):
+        (checkpoint / "config.json").write_text(text)
+        refused(checkpoint, r"copy: its config\.json or its own code cannot be read \(")
 
 
 @pytest.mark.parametrize(
@@ -372,15 +365,12 @@ def test_settings_are_read_in_order_each_once_and_named_with_their_exact_factor(
     assert [str(rope) for rope in ropes] == names
 
 
-FORMLESS = ["ntk", "dynamic", "dynamic:", "linear:x", "yarn", "llama3:8", "default:2"]
-FORMLESS += ["dynamic:0.5", "linear:inf", "", "a,"]
-
-
-@pytest.mark.parametrize("text", FORMLESS)
-def test_an_unknown_setting_is_refused_with_the_forms_that_exist(text):
+def test_an_unknown_setting_is_refused_with_the_forms_that_exist():
     forms = "expected default, linear:FACTOR, dynamic:FACTOR, yarn:FACTOR"
-    with pytest.raises(CocaError, match=forms):
-        parse_ropes(text)
+    unknown = "ntk dynamic dynamic: linear:x yarn llama3:8 default:2 dynamic:0.5 linear:inf a,"
+    for text in (*unknown.split(), ""):
+        with pytest.raises(CocaError, match=forms):
+            parse_ropes(text)
 
 
 @pytest.mark.parametrize("rope", parse_ropes("dynamic:3,linear:5,yarn:4"), ids=str)

@@ -61,13 +61,21 @@ NAMES_ANOTHER_LENGTH = ROPES["dynamic"] | {"original_max_position_embeddings": 3
 @pytest.mark.parametrize(
     "rope", [*ROPES.values(), NAMES_ANOTHER_LENGTH], ids=[*ROPES, "dynamic-names-another-length"]
 )
-def test_angles_are_those_of_transformers_for_a_fresh_module(rope, length):
-    positions = torch.arange(length)[None]
-    cos, sin = CocaRotaryEmbedding(config_of(rope))(torch.empty(0), positions)
-    stock_cos, stock_sin = LlamaRotaryEmbedding(config_of(rope))(torch.empty(0), positions)
-    assert cos.shape == (1, length, 8)
-    torch.testing.assert_close(torch.cat((cos, cos), dim=-1), stock_cos, atol=1e-5, rtol=0)
-    torch.testing.assert_close(torch.cat((sin, sin), dim=-1), stock_sin, atol=1e-5, rtol=0)
+def test_angles_are_those_of_transformers_and_pairs_that_are_not_rotated_have_none(rope, length):
+    """All pairs of heads of 16, and the first half of those of heads of 32."""
+    neox = {"hidden_size": 96, "num_attention_heads": 3, "max_position_embeddings": 64}
+    neox["rope_parameters"] = rope | {"partial_rotary_factor": 0.5}
+    configs = (GPTNeoXConfig(**copy.deepcopy(neox)), CocaGPTNeoXConfig(**copy.deepcopy(neox)))
+    for kind, stock_config, config, width in (
+        (LlamaRotaryEmbedding, config_of(rope), config_of(rope), 8),
+        (GPTNeoXRotaryEmbedding, *configs, 16),
+    ):
+        arguments = torch.empty(0), torch.arange(length)[None]
+        found = CocaRotaryEmbedding(config)(*arguments), kind(stock_config)(*arguments)
+        for got, stock, still in zip(*found, (1, 0), strict=True):
+            assert got.shape == (1, length, width)
+            expected = torch.nn.functional.pad(stock[..., :8], (0, width - 8), value=still)
+            torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 
 def test_a_single_pair_has_the_angle_of_its_position_under_dynamic_ntk_too():
@@ -293,19 +301,3 @@ def test_generating_from_embeddings_equals_generating_from_their_ids(rope):
     options["inputs_embeds"] = model.get_input_embeddings()(ids)
     for cached in (True, False):
         assert torch.equal(model.generate(use_cache=cached, **options), expected)
-
-
-@pytest.mark.parametrize("rope", ROPES)
-def test_partial_rotation_turns_the_first_pairs_as_transformers_does_and_leaves_the_rest(rope):
-    # head_dim 32, 16 rotated
-    fields = {"hidden_size": 96, "num_attention_heads": 3, "max_position_embeddings": 64}
-    fields["rope_parameters"] = ROPES[rope] | {"partial_rotary_factor": 0.5}
-    rotary = CocaRotaryEmbedding(CocaGPTNeoXConfig(**copy.deepcopy(fields)))
-    cos, sin = rotary(torch.empty(0), torch.arange(150)[None])
-    stock = GPTNeoXRotaryEmbedding(GPTNeoXConfig(**copy.deepcopy(fields)))
-    stock_cos, stock_sin = stock(torch.empty(0), torch.arange(150)[None])
-    assert cos.shape == sin.shape == (1, 150, 16)
-    torch.testing.assert_close(cos[..., :8], stock_cos[..., :8], atol=1e-5, rtol=0)
-    torch.testing.assert_close(sin[..., :8], stock_sin[..., :8], atol=1e-5, rtol=0)
-    assert (cos[..., 8:] == 1).all()
-    assert (sin[..., 8:] == 0).all()

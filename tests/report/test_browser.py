@@ -12,24 +12,29 @@ from coca_hf.report import write_report
 from tests.report.made import full_run, row, write_rows
 
 RESULTS = Path(__file__).parents[2] / "docs/results/recovery"
-COLORS = """[
-  getComputedStyle(document.body).backgroundColor,
-  getComputedStyle(document.querySelector('text')).fill
-]"""
 COLORS_OF = {
     "light": ["rgb(255, 255, 255)", "rgb(27, 27, 27)"],
     "dark": ["rgb(22, 22, 22)", "rgb(236, 236, 236)"],
 }
-
+LOOK = """
+() => ({
+  overflow: Math.max(document.documentElement.scrollWidth - window.innerWidth, 0),
+  colors: [
+    getComputedStyle(document.body).backgroundColor,
+    getComputedStyle(document.querySelector('text')).fill,
+  ],
+})
+"""
 # Contrast as WCAG 2 defines it, of every text and every drawn line against the nearest opaque
 # colour behind it
 CONTRASTS = """
 () => {
   const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
-  const rgb = color => {
+  const known = {};
+  const rgb = color => known[color] ??= (() => {
     canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
     return [...canvas.getImageData(0, 0, 1, 1).data];
-  };
+  })();
   const light = color => rgb(color).slice(0, 3).map(v => v / 255)
     .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
     .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
@@ -62,19 +67,25 @@ CONTRASTS = """
   return found;
 }
 """
-# Texts of a drawing that stick out of it
-OUTSIDE = """
-svg => {
-  const frame = svg.getBoundingClientRect();
-  return [...svg.querySelectorAll('text')].filter(text => {
-    const box = text.getBoundingClientRect();
-    return box.left < frame.left - 4 || box.right > frame.right + 4;
-  }).map(text => text.textContent);
-}
-"""
-# Markers and clips that are referred to and not inside this very drawing
-LOST = """
-svg => [...svg.querySelectorAll('use')].filter(e => !svg.querySelector(e.href.baseVal)).length
+# Of each figure: its size, what is drawn, the markers and clips that are referred to and not inside
+# this very drawing, the texts that stick out of it, and the smallest, in CSS pixels
+FIGURES = """
+() => [...document.querySelectorAll('figure')].map(figure => {
+  const svg = figure.querySelector(':scope > svg'), frame = svg.getBoundingClientRect();
+  const texts = [...svg.querySelectorAll('text')];
+  return {
+    name: figure.id.replace('figure-', ''), words: svg.ariaLabel,
+    width: frame.width, height: frame.height,
+    drawn: [...svg.querySelectorAll('path, use')].filter(e => e.getBBox().width).length,
+    lost: [...svg.querySelectorAll('use')].filter(e => !svg.querySelector(e.href.baseVal)).length,
+    outside: texts.filter(text => {
+      const box = text.getBoundingClientRect();
+      return box.left < frame.left - 4 || box.right > frame.right + 4;
+    }).map(text => text.textContent),
+    smallest: frame.width / svg.viewBox.baseVal.width
+      * Math.min(...texts.map(e => parseFloat(getComputedStyle(e).fontSize))),
+  };
+})
 """
 SHARED_IDS = """
 (() => {
@@ -101,6 +112,11 @@ def report_html(tmp_path_factory):
     """The page of rows of every task, with published curves."""
     directory = tmp_path_factory.mktemp("report")
     return write_page(full_run(directory / "run"), directory / "page", ["llama-7b"])
+
+
+@pytest.fixture(scope="module")
+def results_html(tmp_path_factory):
+    return write_page(RESULTS, tmp_path_factory.mktemp("results"))
 
 
 @pytest.fixture(scope="session")
@@ -139,70 +155,38 @@ def open_page(chromium):
         page.close()
 
 
-@pytest.fixture(scope="module")
-def results_html(tmp_path_factory):
-    return write_page(RESULTS, tmp_path_factory.mktemp("results"))
-
-
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
 def test_a_page_is_whole_at_any_width_in_light_and_dark_and_asks_nobody_for_anything(
     open_page, report_html, results_html, width, scheme
 ):
+    """Every PNG beside the page is a figure on it, with lines and words inside its frame, that can
+    be read on a telephone (the marks of trained lengths are smallest; the axes have 10.5 pixels),
+    and words for those who cannot see it.
+    """
     for html in (report_html, results_html):
         page = open_page(html, width, scheme)
         assert page.said == []
         assert page.requests == [html.as_uri()]
         assert page.title() == "Evaluation – coca_hf"  # noqa: RUF001
-        assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
-        assert page.evaluate(COLORS) == COLORS_OF[scheme]
+        assert page.evaluate(LOOK) == {"overflow": 0, "colors": COLORS_OF[scheme]}
         found = page.evaluate(CONTRASTS)
         assert sum(kind == "line" for kind, _, _ in found) > 10
         assert sum(kind == "text" for kind, _, _ in found) > 300
         assert [one for one in found if one[2] < (3 if one[0] == "line" else 4.5)] == []
-        check_figures(page, html)
-
-
-def check_figures(page, html):
-    """Every PNG beside the page is a figure on it, with lines and words inside its frame."""
-    names = [path.stem for path in html.parent.glob("*.png")]
-    assert names
-    figures = {
-        figure.get_attribute("id").removeprefix("figure-"): figure
-        for figure in page.query_selector_all("figure")
-    }
-    assert sorted(figures) == sorted(names)
-    for name, figure in figures.items():
-        svg = figure.query_selector(":scope > svg")
-        box = svg.bounding_box()
-        assert box["width"] > 300, name
-        assert box["height"] > 100, name
-        drawn = svg.evaluate(
-            "svg => [...svg.querySelectorAll('path, use')].filter(e => e.getBBox().width).length"
-        )
-        assert drawn > 10, name
-        assert svg.evaluate(LOST) == 0, name
-        assert svg.evaluate(OUTSIDE) == [], name
-
-
-def test_a_figure_has_words_for_those_who_cannot_see_it_and_shares_no_ids(open_page, report_html):
-    page = open_page(report_html)
-    figures = page.query_selector_all("figure > svg")
-    labels = [figure.get_attribute("aria-label") for figure in figures]
-    assert len(labels) > 10
-    assert all(len(label) > 30 for label in labels)
-    assert any("LLaMA-7B: 8.00 at 512, none at 8192." in label for label in labels)
-    assert page.evaluate(SHARED_IDS) == []
-
-
-def test_text_of_figures_is_readable_on_a_telephone(open_page, report_html):
-    page = open_page(report_html, 390)
-    smallest = page.evaluate(
-        "Math.min(...[...document.querySelectorAll('figure > svg')].map(svg => "
-        "svg.getBoundingClientRect().width / svg.viewBox.baseVal.width * "
-        "Math.min(...[...svg.querySelectorAll('text')].map(e => "
-        "parseFloat(getComputedStyle(e).fontSize)))))"
-    )
-    assert smallest > 8  # CSS pixels, the marks of trained lengths; the axes have 10.5
+        figures = page.evaluate(FIGURES)
+        names = sorted(path.stem for path in html.parent.glob("*.png"))
+        assert sorted(figure["name"] for figure in figures) == names != []
+        for figure in figures:
+            assert figure["width"] > 300, figure
+            assert figure["height"] > 100, figure
+            assert figure["drawn"] > 10, figure
+            assert (figure["lost"], figure["outside"]) == (0, []), figure
+            assert figure["smallest"] > 8, figure
+            assert len(figure["words"]) > 30, figure
+        if html is report_html:
+            words = "LLaMA-7B: 8.00 at 512, none at 8192."
+            assert any(words in figure["words"] for figure in figures)
+            assert page.evaluate(SHARED_IDS) == []
 
 
 OOM = {"value": None, "error": "OOM: at batch size 1"}
@@ -227,9 +211,9 @@ def test_rows_at_the_edge_make_a_page_that_holds(open_page, tmp_path, edge):
     html = write_report([write_rows(tmp_path / "run", *EDGES[edge])], tmp_path / "page")
     page = open_page(html, 390)
     assert page.said == []
-    assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
-    (figure,) = page.query_selector_all("figure")
-    assert figure.query_selector("svg").bounding_box()["height"] > 100
+    assert page.evaluate(LOOK)["overflow"] == 0
+    (figure,) = page.evaluate(FIGURES)
+    assert figure["height"] > 100
     names = dict.fromkeys(row["model"] for row in EDGES[edge])
     assert len(page.query_selector_all(".legend li")) == (len(names) if len(names) > 1 else 0)
     heads = page.query_selector_all("#perplexity tbody tr th")

@@ -1,5 +1,6 @@
 """A plan's memory against closed forms, and against a real run as torch's profiler sees it."""
 
+import functools
 import gc
 import itertools
 import math
@@ -25,33 +26,42 @@ TINY = {**THREE_LAYERS, "num_hidden_layers": 2}
 BATCH, SEQ_LEN, VOCAB = 4, 60, 70
 STAGES = [{"name": "k", "train": ["t_proj"]}, {"name": "full", "train": "all"}]
 ONE_LAYER = "config.num_hidden_layers=1"  # halves the time of tests that need no second layer
+WIDE = (ONE_LAYER, f"config.vocab_size={40 * VOCAB}")
+LOGITS = BATCH * SEQ_LEN * 40 * VOCAB * 4  # bytes
 
 
-@pytest.fixture
-def path(tmp_path):
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipe")
     # no weights
-    coca_hf.CocaLlamaConfig(vocab_size=VOCAB, **TINY).save_pretrained(tmp_path / "model")
+    coca_hf.CocaLlamaConfig(vocab_size=VOCAB, **TINY).save_pretrained(folder / "model")
     data = {"seq_len": SEQ_LEN, "sources": [{"path": "absent.txt", "weight": 1}]}
     training = {"max_steps": 5, "per_device_train_batch_size": BATCH, "optim": "adamw_torch_fused"}
-    tree = {"model": str(tmp_path / "model"), "data": data, "training": training, "stages": STAGES}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
-    return tmp_path / "recipe.yaml"
+    tree = {"model": str(folder / "model"), "data": data, "training": training, "stages": STAGES}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    return folder / "recipe.yaml"
 
 
-@pytest.fixture
-def recipe(path, monkeypatch):
-    # closed forms do not round up to an allocator's blocks
+@pytest.fixture(autouse=True)
+def _closed_forms_do_not_round_up_to_an_allocators_blocks(monkeypatch):
     monkeypatch.setattr(gpu_plan, "_BLOCK_BYTES", 1)
-    return load_recipe(path)
 
 
-@pytest.fixture
-def small(path, recipe):
-    return load_recipe(path, [ONE_LAYER])
+@pytest.fixture(scope="module")
+def measured(path):
+    """What is measured of a stage of the recipe with overrides, once in all tests."""
+
+    @functools.cache
+    def measured(number, setting, *words):
+        recipe = load_recipe(path, words)
+        return measure(recipe, recipe.stages[number], setting)
+
+    return measured
 
 
-def alone(recipe, number: int):
-    """The recipe with one of its stages."""
+def alone(path, number: int, *words):
+    """The recipe with overrides and one of its stages."""
+    recipe = load_recipe(path, words)
     return recipe.model_copy(update={"stages": recipe.stages[number : number + 1]})
 
 
@@ -63,13 +73,13 @@ def shard_bytes(parameter, world_size: int) -> int:
 
 @pytest.mark.parametrize("world_size", [1, 32])
 @pytest.mark.parametrize("number", [0, 1], ids=["k", "full"])
-def test_weights_and_optimizer_are_exactly_the_shards(recipe, number, world_size):
-    stage = recipe.stages[number]
+def test_weights_and_optimizer_are_exactly_the_shards(path, measured, number, world_size):
+    recipe = load_recipe(path)
     with torch.device("meta"):
         model = model_from_config(recipe)
-    freeze_(model, stage)
+    freeze_(model, recipe.stages[number])
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    held = measure(recipe, stage, Setting(world_size, BATCH, 1, False)).at_peak
+    held = measured(number, Setting(world_size, BATCH, 1, False)).at_peak
     trained = sum(shard_bytes(parameter, world_size) for parameter in learning)
     every = sum(shard_bytes(parameter, world_size) for parameter in model.parameters())
     assert held["weights"] == every
@@ -77,8 +87,10 @@ def test_weights_and_optimizer_are_exactly_the_shards(recipe, number, world_size
     assert held["optimizer"] == 2 * trained + 4 * len(learning)
 
 
-def real_run(recipe, stage, checkpointing: bool) -> tuple[int, int]:
-    """The allocator's peak in two real steps, and the bytes saved for backward, without weights."""
+def real_run(recipe, checkpointing: bool) -> tuple[int, int]:
+    """The allocator's peak in two real steps of the only stage, and the bytes saved for backward,
+    without weights.
+    """
     gc.collect()
     saved = {}
 
@@ -89,7 +101,7 @@ def real_run(recipe, stage, checkpointing: bool) -> tuple[int, int]:
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         model = model_from_config(recipe).train()
-        freeze_(model, stage)
+        freeze_(model, recipe.stages[0])
         if checkpointing:
             model.gradient_checkpointing_enable()
         learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -115,92 +127,73 @@ def real_run(recipe, stage, checkpointing: bool) -> tuple[int, int]:
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("number", [0, 1], ids=["k", "full"])
-def test_the_peak_is_that_of_a_real_run_on_a_cpu(recipe, number, checkpointing):
+def test_the_peak_is_that_of_a_real_run_on_a_cpu(path, measured, number, checkpointing):
     """It differs by up to 1.1%, because no tensor shows the memory inside a kernel. On GPUs the goal
     is 10%; scripts/bench/plan.py compares.
     """
-    memory = measure(recipe, recipe.stages[number], Setting(1, BATCH, 1, checkpointing))
-    peak, saved = real_run(recipe, recipe.stages[number], checkpointing)
+    memory = measured(number, Setting(1, BATCH, 1, checkpointing))
+    peak, saved = real_run(alone(path, number), checkpointing)
     assert memory.peak == pytest.approx(peak, rel=0.015)
     # at the peak, early in the backward, the last saved tensors are already freed
     if not checkpointing:
-        error = {"k": 0.07, "full": 0.01}[recipe.stages[number].name]
+        error = (0.07, 0.01)[number]
         assert memory.at_peak["activations"] == pytest.approx(saved, rel=error)
 
 
-def test_float32_logits_are_in_the_measure_unless_cross_entropy_is_fused(small, path, monkeypatch):
+def test_float32_logits_are_in_the_measure_unless_cross_entropy_is_fused(measured, monkeypatch):
     monkeypatch.setattr("coca_hf.train.objectives._CHUNK_TOKENS", 30)
-    recipe, wide = small, 40 * VOCAB
-    coca_hf.CocaLlamaConfig(vocab_size=wide, **TINY).save_pretrained(recipe.model)
-    logits = BATCH * SEQ_LEN * wide * 4
-    memory = measure(recipe, recipe.stages[0], Setting(32, BATCH, 1, True))
+    setting = Setting(32, BATCH, 1, True)
+    plain = measured(0, setting, *WIDE).peak
     # the probabilities' logarithms, their gradient, and that of the logits
-    assert memory.peak > 3 * logits
-    fused = recipe.model_copy(update={"training": {**recipe.training, "fused_cross_entropy": True}})
-    ours = measure(fused, recipe.stages[0], Setting(32, BATCH, 1, True))
-    assert ours.peak < memory.peak - 2 * logits
+    assert plain > 3 * LOGITS
+    fused = measured(0, setting, *WIDE, "training.fused_cross_entropy=true").peak
+    assert fused < plain - 2 * LOGITS
 
 
-def test_gpus_that_share_a_block_have_the_activations_of_their_part(recipe, path):
+def test_gpus_that_share_a_block_have_the_activations_of_their_part(path, measured):
     settings = (Setting(4, BATCH, 1, False, sharing) for sharing in (1, 2))
-    memories = (measure(recipe, recipe.stages[1], setting) for setting in settings)
-    whole, half = (memory.at_peak["activations"] for memory in memories)
+    whole, half = (measured(1, setting).at_peak["activations"] for setting in settings)
     assert 0.4 * whole < half < 0.5 * whole  # the scores of a part are fewer than half
-    shared = load_recipe(path, [ONE_LAYER, "training.context_parallel_size=2"])
-    plan = plan_recipe(alone(shared, 0), 4)
+    plan = plan_recipe(alone(path, 0, ONE_LAYER, "training.context_parallel_size=2"), 4)
     assert plan.stages[0].tokens == 5 * 2 * BATCH * SEQ_LEN  # two groups
     assert "stages.k: planned without the keys and values that GPUs exchange" in plan.notes
 
 
-def test_gpus_that_share_a_block_read_held_out_blocks_whole(small):
-    wide = 40 * VOCAB
-    coca_hf.CocaLlamaConfig(vocab_size=wide, **TINY).save_pretrained(small.model)
-    none = small.model_copy(update={"data": small.data.model_copy(update={"held_out_blocks": 0})})
-    counted, not_counted = (
-        measure(recipe, recipe.stages[0], Setting(4, BATCH, 1, True, sharing=4)).peak
-        for recipe in (small, none)
-    )
-    logits = BATCH * SEQ_LEN * wide * 4
+def test_gpus_that_share_a_block_read_held_out_blocks_whole(measured):
+    setting = Setting(4, BATCH, 1, True, sharing=4)
     # those of a quarter of a block, and the backward's
-    assert not_counted < 1.35 * logits
-    assert counted > 2 * logits  # and the probabilities' logarithms
+    assert measured(0, setting, *WIDE, "data.held_out_blocks=0").peak < 1.35 * LOGITS
+    assert measured(0, setting, *WIDE).peak > 2 * LOGITS  # and the probabilities' logarithms
 
 
-def test_accumulation_keeps_the_gradients_of_all_shards_on_every_process(recipe):
+def test_accumulation_keeps_the_gradients_of_all_shards_on_every_process(path, measured):
     settings = (Setting(32, BATCH, accumulation, False) for accumulation in (1, 2))
-    memories = (measure(recipe, recipe.stages[1], setting) for setting in settings)
-    plain, accumulated = (memory.at_peak["gradients"] for memory in memories)
+    plain, accumulated = (measured(1, setting).at_peak["gradients"] for setting in settings)
     with torch.device("meta"):
-        whole = sum(4 * parameter.numel() for parameter in model_from_config(recipe).parameters())
+        model = model_from_config(load_recipe(path))
+    whole = sum(4 * parameter.numel() for parameter in model.parameters())
     assert plain < 0.1 * whole  # the shards and the layer at hand: 0.096
     assert accumulated > 0.9 * whole  # every layer's are whole there: 0.92
 
 
-def test_bf16_halves_what_is_saved(path):
-    kept = [
-        measure(recipe, recipe.stages[1], Setting(2, BATCH, 1, False)).at_peak["activations"]
-        for recipe in (load_recipe(path, [ONE_LAYER, *own]) for own in ([], ["training.bf16=true"]))
-    ]
-    assert 0.5 * kept[0] < kept[1] < 0.8 * kept[0]  # norms and the loss stay in float32
-
-
-def test_eager_attention_is_planned_with_its_maps(small, path):
-    eager = load_recipe(path, [ONE_LAYER, "training.attn_implementation=eager"])
-    plain, maps = (
-        measure(recipe, recipe.stages[1], Setting(1, BATCH, 1, False)).at_peak["activations"]
-        for recipe in (small, eager)
+@pytest.mark.parametrize(
+    ("world_size", "option"), [(2, "bf16=true"), (1, "attn_implementation=eager")]
+)
+def test_bf16_halves_what_is_saved_and_eager_attention_saves_its_maps(measured, world_size, option):
+    arguments = 1, Setting(world_size, BATCH, 1, False), ONE_LAYER
+    plain, changed = (
+        measured(*arguments, *own).at_peak["activations"] for own in ((), (f"training.{option}",))
     )
-    assert maps > plain + 4 * BATCH * TINY["num_attention_heads"] * SEQ_LEN**2
+    if option == "bf16=true":
+        assert 0.5 * plain < changed < 0.8 * plain  # norms and the loss stay in float32
+    else:
+        assert changed > plain + 4 * BATCH * TINY["num_attention_heads"] * SEQ_LEN**2
 
 
-def test_kept_layers_with_a_window_are_planned_as_they_run(path, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu_plan, "_BLOCK_BYTES", 1)
-    layers = {"coca_kept_layers": [1], "coca_kept_window": 9}
-    config = coca_hf.CocaLlamaConfig(vocab_size=VOCAB, **TINY, **layers)
-    config.save_pretrained(tmp_path / "model")
-    recipe = load_recipe(path)
-    memory = measure(recipe, recipe.stages[1], Setting(1, BATCH, 1, False))
-    peak, _ = real_run(recipe, recipe.stages[1], False)
+def test_kept_layers_with_a_window_are_planned_as_they_run(path, measured):
+    layers = ("config.coca_kept_layers=[1]", "config.coca_kept_window=9")
+    memory = measured(1, Setting(1, BATCH, 1, False), *layers)
+    peak, _ = real_run(alone(path, 1, *layers), False)
     assert memory.peak == pytest.approx(peak, rel=0.02)
 
 
@@ -209,14 +202,15 @@ def test_a_model_that_looks_into_its_positions_is_planned(path, tmp_path):
     settings = [ONE_LAYER, "stages.k.train=all", f"model={tmp_path / 'llama'}"]
     rope = "config.rope_parameters={rope_type: %s, factor: 4.0}"
     plain, dynamic = (
-        plan_recipe(alone(load_recipe(path, [*settings, rope % kind]), 1)).stages[0]
+        plan_recipe(alone(path, 1, *settings, rope % kind)).stages[0]
         for kind in ("linear", "dynamic")
     )
     assert dynamic.memory.at_peak == plain.memory.at_peak
 
 
-def test_time_is_operations_over_what_the_gpus_do(small):
-    recipe = alone(small, 0)
+def test_time_is_operations_over_what_the_gpus_do(path, monkeypatch):
+    monkeypatch.setattr(gpu_plan, "measure", lambda *_: Memory({}))
+    recipe = alone(path, 0, ONE_LAYER)
     one, many = (plan_recipe(recipe, size, gpu="A100", mfu=0.5).stages[0] for size in (1, 32))
     assert one.tokens == 5 * BATCH * SEQ_LEN
     assert many.tokens == 32 * one.tokens
@@ -224,17 +218,16 @@ def test_time_is_operations_over_what_the_gpus_do(small):
     assert many.seconds == pytest.approx(one.seconds)
 
 
-def test_what_is_advised_fits(small, path):
+def test_what_is_advised_fits(measured, path):
     share = 0.5  # of the peak: checkpointing alone is not enough
-    full = small.stages[1]
-    memory = measure(small, full, Setting(1, BATCH, 1, False)).peak * share / GIB / (1 - RESERVE)
-    (stage,) = plan_recipe(alone(small, 1), 1, memory).stages
+    peak = measured(1, Setting(1, BATCH, 1, False), ONE_LAYER).peak
+    memory = peak * share / GIB / (1 - RESERVE)
+    (stage,) = plan_recipe(alone(path, 1, ONE_LAYER), 1, memory).stages
     assert not stage.fits
     words = stage.change.split(" with ")[1].split(" (")[0].split()
     assert words[0] == "stages.full.gradient_checkpointing=true"
     assert words[1].startswith("stages.full.per_device_train_batch_size=")
-    changed = load_recipe(path, [ONE_LAYER, *words])
-    (changed,) = plan_recipe(alone(changed, 1), 1, memory).stages
+    (changed,) = plan_recipe(alone(path, 1, ONE_LAYER, *words), 1, memory).stages
     assert changed.fits
     assert changed.setting.global_batch == stage.setting.global_batch
 
@@ -248,8 +241,8 @@ def test_more_gpus_are_advised_last_and_nothing_where_nothing_helps(
 
     monkeypatch.setattr(gpu_plan, "measure", measure_shards)
     steps = ["per_device_train_batch_size=1", f"gradient_accumulation_steps={accumulation}"]
-    recipe = load_recipe(path, [ONE_LAYER, *(f"training.{setting}" for setting in steps)])
-    plan = plan_recipe(alone(recipe, 1), 1, gpu_memory=40)
+    recipe = alone(path, 1, ONE_LAYER, *(f"training.{setting}" for setting in steps))
+    plan = plan_recipe(recipe, 1, gpu_memory=40)
     assert advice in plan.stages[0].change
 
 
@@ -261,8 +254,7 @@ def test_a_long_block_is_helped_by_a_fused_cross_entropy_and_then_by_sharing_it(
         return Memory({"activations": (8 + logits) * GIB // setting.sharing})
 
     monkeypatch.setattr(gpu_plan, "measure", measure_block)
-    recipe = load_recipe(path, [ONE_LAYER, "training.per_device_train_batch_size=1"])
-    recipe = alone(recipe, 1)
+    recipe = alone(path, 1, ONE_LAYER, "training.per_device_train_batch_size=1")
     fused, shared = (plan_recipe(recipe, 8, memory).stages[0].change for memory in (20, 10))
     frugal = "stages.full.gradient_checkpointing=true stages.full.fused_cross_entropy=true"
     assert f"it does with {frugal} (16.0 GiB)" in fused
