@@ -74,10 +74,12 @@ def test_plans_are_compared_with_what_coca_train_measures(tmp_path, bench, capsy
     """On a CPU that is the whole process, so that the error says nothing."""
     bench("plan --smoke --out", tmp_path / "out.json")
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert len(rows) == 5
     for row in rows:
         assert row["error"] == row["predicted_bytes"] / row["measured_bytes"] - 1
-    of_t, of_all, checkpointed = (row["predicted_bytes"] for row in rows)
-    assert max(of_t, checkpointed) < of_all
+    predicted = [row["predicted_bytes"] for row in rows]
+    # checkpointing takes less, training all takes more
+    assert predicted[1] < predicted[0] < predicted[2]
     assert "| all, checkpointing, accumulated |" in capsys.readouterr().out
 
 
@@ -91,7 +93,7 @@ def test_calibrations_memory_on_a_gpu_is_projected_with_the_text_there_and_elsew
     assert kept == inputs + queries + keys
     assert on_gpu["projected_bytes"] > on_cpu["projected_bytes"] + kept / 2
     assert on_gpu["projected_bytes"] == sum(on_gpu["at_peak"].values())
-    assert "| 2,048 | gpu | " in capsys.readouterr().out
+    assert "| 4,096 | gpu | " in capsys.readouterr().out
 
 
 def test_a_rival_that_is_wrong_ends_the_run(bench, monkeypatch):

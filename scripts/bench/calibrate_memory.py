@@ -50,7 +50,7 @@ def main() -> None:
     options = parser.parse_args()
     name, layers, tokens, block = "llama-7b", 2, 32768, 2048
     if options.smoke:
-        name, layers, tokens, block = "tiny", 1, 1024, 256
+        name, layers, tokens, block = "tiny", 1, 2048, 256
     shape = SHAPES[name] | {"num_hidden_layers": layers}
     shape["vocab_size"] = max(shape["vocab_size"], 258)  # of the tokenizer
     with tempfile.TemporaryDirectory(dir=options.dir, prefix=".calibrate-memory-") as made:

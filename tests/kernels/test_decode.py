@@ -45,9 +45,8 @@ def check(query, t, value, cos, sin, mask, strict, scaling=None):
     assert (got.double() - expected).norm() <= LIMITS[query.dtype] * expected.norm()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "heads"), [*zip(LIMITS, [(5, 5), (6, 2), (12, 1)], strict=True)], ids=str
-)
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("heads", [(5, 5), (6, 2), (12, 1)], ids=["mha", "gqa", "mqa"])
 def test_it_is_attention_by_the_keys_that_the_cache_stands_for(dtype, heads):
     *cache, mask = inputs(2, *heads, 37, 24, dtype)
     check(*cache, mask, strict=False)
@@ -75,14 +74,14 @@ def test_the_head_sizes_of_all_families_on_a_gpu(strict, dtype, head_dim):
 
 @pytest.mark.parametrize("length", [1, 32, 33, 300])
 def test_any_length(length):
-    check(*inputs(3, 4, 2, length, 16), strict=False)  # three rows, on two pretended processors
+    check(*inputs(1, 4, 2, length, 16), strict=False)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_shape(seed):
     draw = random.Random(seed)
     g, d = draw.randint(1, 4), 8 * draw.randint(1, 20)
-    shape = (draw.randint(1, 3), g * draw.randint(1, 3), g, draw.randint(1, 50), d)
+    shape = (draw.randint(1, 3), g * draw.randint(1, 5), g, draw.randint(1, 90), d)
     query, t, value, cos, sin, mask = inputs(*shape, draw.choice(list(LIMITS)), seed)
     if draw.random() < 0.5:  # one row of angles, and of the mask, for the whole batch
         cos, sin, mask = cos[:1], sin[:1], mask[:1]
@@ -107,7 +106,7 @@ def test_a_row_that_may_attend_to_nothing_is_zero():
 
 
 def test_the_operator_is_what_torch_compile_expects():
-    torch.library.opcheck(decode_attention, (*inputs(1, 2, 1, 9, 16), 0.25, False))
+    torch.library.opcheck(decode_attention, (*inputs(2, 4, 2, 33, 16), 0.25, False))
 
 
 @pytest.fixture
@@ -127,8 +126,7 @@ def decoded(monkeypatch):
 
 def test_a_model_decodes_with_it_as_near_the_truth_as_with_sdpa(decoded):
     """Left padding, grouped queries; the truth is the same model in float64 without a cache."""
-    fields = {"num_hidden_layers": 2, "coca_content_pairs": 1, "coca_content_layers": [1]}
-    model = tiny_model(**fields).to(torch.bfloat16)
+    model = tiny_model(coca_content_pairs=1, coca_content_layers=[1]).to(torch.bfloat16)
     ids = tokens(2, 34)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
@@ -145,7 +143,7 @@ def test_a_model_decodes_with_it_as_near_the_truth_as_with_sdpa(decoded):
                 logits.append(output.logits[:, -1:])
         error = torch.cat(logits[1:], 1).cpu().double() - truth
         errors[attention] = (error.norm() / truth.norm()).item()
-    assert decoded == [length for length in range(31, 35) for _ in range(2)]
+    assert decoded == [length for length in range(31, 35) for _ in range(3)]
     assert errors["coca"] < 1.3 * errors["sdpa"]
 
 

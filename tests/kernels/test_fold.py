@@ -3,7 +3,6 @@ dtype.
 """
 
 import copy
-import itertools
 import random
 
 import pytest
@@ -56,14 +55,11 @@ def check(q, t, cos, sin, constraint, content=NO_CONTENT):
         assert (one.double() - other).norm() <= LIMITS[q.dtype] * other.norm()
 
 
-HEADS = [(5, 5), (6, 2), (3, 1)]
-CONTENT = [NO_CONTENT, ContentPairs(5), ContentPairs(4, True)]
-FORMS = itertools.product(HEADS, CONTENT, ["slack", "strict"])
-
-
-@pytest.mark.parametrize(("dtype", "form"), [*zip(itertools.cycle(LIMITS), FORMS)], ids=str)
-def test_forward_and_gradients_are_those_of_the_plain_fold(dtype, form):
-    heads, content, constraint = form
+@pytest.mark.parametrize("constraint", ["slack", "strict"])
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("heads", [(5, 5), (6, 2), (3, 1)], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("content", [NO_CONTENT, ContentPairs(5), ContentPairs(4, True)], ids=str)
+def test_forward_and_gradients_are_those_of_the_plain_fold(constraint, dtype, heads, content):
     check(*inputs(2, *heads, 11, 24, dtype), constraint, content)
 
 
@@ -87,7 +83,7 @@ def test_any_strides(layout):
 def test_any_shape(seed):
     draw = random.Random(seed)
     g, d = draw.randint(1, 4), 8 * draw.randint(1, 20)
-    shape = (draw.randint(1, 3), g * draw.randint(1, 3), g, draw.randint(1, 40), d)
+    shape = (draw.randint(1, 3), g * draw.randint(1, 5), g, draw.randint(1, 70), d)
     q, t, cos, sin = inputs(*shape, draw.choice(list(LIMITS)), seed)
     if draw.random() < 0.5:  # one row of angles for the whole batch
         cos, sin = cos[:1], sin[:1]
@@ -129,16 +125,14 @@ def test_angles_that_learn_are_refused():
 
 
 def test_the_operator_is_what_torch_compile_expects():
-    q, t, cos, sin = inputs(1, 2, 1, 3, 8)
+    q, t, cos, sin = inputs(2, 4, 2, 5, 8)
     q.requires_grad_()
     q = LAYOUTS["as projected"](q)
     torch.library.opcheck(_fold, (q, t.requires_grad_(), cos, sin, False, 1, True))
 
 
-@pytest.mark.parametrize(
-    ("constraint", "content"),
-    [("slack", {}), ("strict", {"coca_content_pairs": 2, "coca_content_layers": [0]})],
-)
+@pytest.mark.parametrize("constraint", ["slack", "strict"])
+@pytest.mark.parametrize("content", [{}, {"coca_content_pairs": 2, "coca_content_layers": [0]}])
 def test_a_model_has_the_logits_gradients_and_tokens_of_the_plain_fold(
     constraint, content, monkeypatch
 ):
