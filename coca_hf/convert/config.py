@@ -134,6 +134,16 @@ def head_of(architectures: object) -> str:
     return next((head for head in CLASSIFIERS if str(named).endswith(head)), "ForCausalLM")
 
 
+def check_not_quantized(where: str, config: PreTrainedConfig) -> None:
+    """Raises CocaError for quantized weights, whose sizes and scales are not those of a model."""
+    if quantization := getattr(config, "quantization_config", None):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise CocaError(
+            f"{where}: got weights quantized by {method}, expected plain ones: those before "
+            "quantization, or what coca-convert makes of these"
+        )
+
+
 def coca_class(config: CocaConfig) -> type[CocaPreTrainedModel]:
     """The family's model with the head that `architectures` names."""
     head = head_of(config.architectures)

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from coca_hf.card import content_in_words, kept_in_words
-from coca_hf.convert.config import FAMILIES
+from coca_hf.convert.config import FAMILIES, check_not_quantized
 from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.loaded_model import trained_length
 from coca_hf.models.alibi import AlibiLlamaConfig
@@ -137,15 +137,13 @@ def _read_config(directory: Path) -> PreTrainedConfig:
             f"{file}: got model_type {model_type!r}, expected a family of coca-convert: "
             f"{', '.join(FAMILIES)}"
         )
-    if quantization := fields.get("quantization_config"):  # scales would count as parameters
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise CocaError(f"{file}: got weights quantized by {method}, expected plain ones")
     try:
         config = CONFIG_MAPPING[model_type](
             **{k: v for k, v in fields.items() if k not in ("model_type", "auto_map")}
         )
     except Exception as error:  # the validators of transformers raise several kinds
         raise CocaError(f"{file}: {one_line(error)}") from error
+    check_not_quantized(str(file), config)
     for length in (trained_length(config), getattr(config, "max_position_embeddings", None)):
         if not isinstance(length, int | None):
             expected = "a whole number of tokens"

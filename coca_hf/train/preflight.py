@@ -31,7 +31,7 @@ from transformers.integrations.integration_utils import get_reporting_integratio
 
 from coca_hf.convert.adapter import CONFIG as ADAPTER
 from coca_hf.convert.calibrate import matrix_dtype
-from coca_hf.convert.config import head_of
+from coca_hf.convert.config import check_not_quantized, head_of
 from coca_hf.errors import CocaError, library_errors, nearest, one_line, short
 from coca_hf.files import locked
 from coca_hf.models.attention import layer_types
@@ -426,12 +426,7 @@ def check_whole(*origins: tuple[str, Path]) -> None:
 def check_plain(name: str, config: PreTrainedConfig) -> None:
     """Raises CocaError for a classifier, and for quantized weights, which have no gradients."""
     check_head(name, config)
-    if quantization := getattr(config, "quantization_config", None):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise CocaError(
-            f"{name}: got weights quantized by {method}, expected plain ones: those before "
-            "quantization, or what coca-convert makes of these"
-        )
+    check_not_quantized(name, config)
 
 
 def check_head(name: str, config: PreTrainedConfig) -> None:

@@ -134,16 +134,17 @@ def drop_layer(weights):
 
 
 WORDS = {"rope_type": "default", "rope_theta": 1e4, "original_max_position_embeddings": "x"}
-FIELDS = {  # of the config, and what is said of them
-    "got model_type 'x'": {"model_type": "x"},
-    "config.json: .*hidden_size": {"hidden_size": "big"},
-    "config.json: got a length of 'x', expected a whole number": {"rope_parameters": WORDS},
-    "expected a family of coca-convert": {"model_type": "clip"},
-    "config.json: got weights quantized by fp8, expected plain ones": {
-        "quantization_config": {"quant_method": "fp8"}
-    },
-}
+QUANTIZED = {"quantization_config": {"quant_method": "fp8"}}
 DAMAGE = {
+    "got model_type 'x'": lambda d: edit_config(d, model_type="x"),
+    "config.json: .*hidden_size": lambda d: edit_config(d, hidden_size="big"),
+    "config.json: got a length of 'x', expected a whole number": (
+        lambda d: edit_config(d, rope_parameters=WORDS)
+    ),
+    "expected a family of coca-convert": lambda d: edit_config(d, model_type="clip"),
+    "config.json: got weights quantized by fp8, expected plain ones": (
+        lambda d: edit_config(d, **QUANTIZED)
+    ),
     "config.json: no such file": lambda d: (d / "config.json").unlink(),
     "got no weights": lambda d: (d / "model.safetensors").unlink(),
     "truncated or corrupted": lambda d: (d / "model.safetensors").write_bytes(b"\1"),
@@ -151,11 +152,10 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("message", [*FIELDS, *DAMAGE])
+@pytest.mark.parametrize("message", DAMAGE)
 def test_bad_input_is_one_line(tiny_coca_dir, tmp_path, message):
     directory = shutil.copytree(tiny_coca_dir, tmp_path / "damaged")
-    edit_config(directory, **FIELDS.get(message, {}))
-    DAMAGE.get(message, str)(directory)
+    DAMAGE[message](directory)
     with pytest.raises(CocaError, match=message):
         inspect_checkpoint(directory)
 
