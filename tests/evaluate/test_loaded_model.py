@@ -81,20 +81,21 @@ def test_a_model_on_the_hub_is_that_of_its_revision_and_commit(checkpoint, tmp_p
     assert (step.tokens_seen, step.trained_seq_len) == (42, 32)
 
 
-def test_a_row_says_which_layers_keep_their_attention_and_how_weights_are_quantized(
+def test_a_row_says_which_layers_keep_their_attention_and_over_what_window(
     tiny_llama_dir, tmp_path
 ):
-    kept, quantized = tmp_path / "coca", tmp_path / "int8"
-    convert_checkpoint(tiny_llama_dir, kept, keep_layers=[1], keep_window=6)
-    quantized_by_bitsandbytes(tiny_llama_dir, quantized, load_in_8bit=True)
+    convert_checkpoint(tiny_llama_dir, tmp_path / "coca", keep_layers=[1], keep_window=6)
+    about = about_model(load_model(str(tmp_path / "coca")))
+    assert (about["coca_kept_layers"], about["coca_kept_window"]) == ([1], 6)
+    assert about_model(load_model(str(tiny_llama_dir)))["coca_kept_window"] is None
+
+
+def test_a_row_says_how_weights_are_quantized(tiny_llama_dir, tmp_path):
+    quantized = quantized_by_bitsandbytes(tiny_llama_dir, tmp_path / "int8", load_in_8bit=True)
     for file in tiny_llama_dir.glob("tokenizer*"):
         shutil.copy(file, quantized)
-    plain, kept, quantized = (
-        about_model(load_model(str(path))) for path in (tiny_llama_dir, kept, quantized)
-    )
-    assert (kept["coca_kept_layers"], kept["coca_kept_window"]) == ([1], 6)
-    assert quantized["dtype"] == "bfloat16, bitsandbytes"
-    assert (plain["coca_kept_window"], plain["dtype"]) == (None, "float32")
+    assert about_model(load_model(str(quantized)))["dtype"] == "bfloat16, bitsandbytes"
+    assert about_model(load_model(str(tiny_llama_dir)))["dtype"] == "float32"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

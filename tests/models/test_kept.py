@@ -195,7 +195,7 @@ def test_decoding_with_a_window_over_kept_layers_is_exact_and_caches_no_more(cas
     assert [layer.values.shape[-1] for layer in layers[:3]] == [head_dim] * 3
 
 
-@pytest.mark.parametrize("case", ["llama", "mistral"])
+@pytest.mark.parametrize("case", ["llama", "mistral", "phi3-partial"])
 def test_another_window_is_an_argument_or_an_edit_and_none_is_full_attention(case, tmp_path):
     coca_model(case, keep_layers=[1], keep_window=5).save_pretrained(tmp_path)
     ids, config = tokens(), json.loads((tmp_path / "config.json").read_text())

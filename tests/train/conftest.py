@@ -11,28 +11,8 @@ import pytest
 import yaml
 
 from coca_cli import main
-from coca_hf.train import preflight
 from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import run_recipe
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _models_are_checked_once():
-    """The check of its model is a third of a small run. What is in `decides` decides it."""
-    passed, check = set(), preflight.check_model
-
-    def check_once(recipe):
-        config = Path(str(recipe.model), "config.json")
-        stages = [(stage.name, stage.train, stage.lora) for stage in recipe.stages]
-        decides = (recipe.model, recipe.config, recipe.data.seq_len, stages)
-        key = str(decides) + config.read_text() if config.exists() else None
-        if key is None or key not in passed:
-            check(recipe)
-            passed.add(key)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preflight, "check_model", check_once)
-        yield
 
 
 @pytest.fixture(scope="session")
