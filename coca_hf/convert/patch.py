@@ -26,6 +26,7 @@ from coca_hf.weights import HEADS
 ORIGINAL = "_original_of_patch"
 # attributes of modules that are no floats and that decide what the modules compute
 FLAGS = ("is_causal", "sliding_window", "use_parallel_residual", "use_rope")
+# attributes of modules, after an underscore, that hold hooks
 HOOKS = """
     forward_hooks forward_pre_hooks backward_hooks backward_pre_hooks state_dict_hooks
     state_dict_pre_hooks load_state_dict_pre_hooks load_state_dict_post_hooks
