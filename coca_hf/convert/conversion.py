@@ -169,6 +169,8 @@ def convert_checkpoint(
         source = open_source(src, revision, allow_pickle, lora, scratch)
         stack.enter_context(contextlib.closing(source))
         preflight.check_target([str(source.directory)], target, overwrite)  # in the hub's cache
+        if push_to_hub is not None:
+            preflight.check_tokenizer_to_push(source, push_to_hub)
         layout = Layout(source, form, named)
         records = source.records() if layout.from_coca else {}
         last = records.get(RECORD)

@@ -17,7 +17,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from coca_hf.convert.config import Form
 from coca_hf.convert.layout import DTYPES, Layout
-from coca_hf.convert.source import TEMPLATES
+from coca_hf.convert.source import TEMPLATES, Source
 from coca_hf.convert.writer import Staging, staging_directory
 from coca_hf.errors import CocaError, library_errors
 from coca_hf.files import size_in_words
@@ -219,6 +219,16 @@ def check_repository(repository: str) -> None:
         raise CocaError(
             f"{option}: is on the hub already, and is left as it is; choose another name, or "
             f"convert without --push-to-hub and run `hf upload {repository} DST`"
+        )
+
+
+def check_tokenizer_to_push(source: Source, repository: str) -> None:
+    """Raise CocaError if an adapter comes with another tokenizer, which would not be uploaded."""
+    if differences := source.adapter_tokenizer:
+        raise CocaError(
+            f"--push-to-hub {repository}: got an adapter with another tokenizer "
+            f"({', '.join(differences)}), of which the upload would have SRC's; convert without "
+            f"--push-to-hub, copy the tokenizer's files into DST, and run `hf upload {repository} DST`"
         )
 
 

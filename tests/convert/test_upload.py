@@ -1,8 +1,10 @@
 """`--push-to-hub`: what is refused before the work, the order of the upload, and failures."""
 
 import pytest
+from transformers import AutoTokenizer
 
 from coca_hf.convert.preflight import check_repository
+from tests.convert.test_adapter import make_adapter
 from tests.test_hub import REPO, run, serving_this_process
 
 
@@ -69,6 +71,23 @@ def test_a_dry_run_checks_the_repository_and_pushes_nothing(
     assert "got the owner else" in refusal(*options, "else/tiny")
     converts(*options, REPO)
     assert hub.created == []
+
+
+def test_an_adapter_with_another_tokenizer_is_refused_before_anything_is_uploaded_without_it(
+    hub, tiny_llama_dir, tmp_path, converts, refusal
+):
+    lora, dst = make_adapter(tiny_llama_dir, tmp_path / "lora"), tmp_path / "dst"
+    options = tiny_llama_dir, dst, "--push-to-hub", REPO, "--adapter", lora
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama_dir)
+    tokenizer.eos_token = "<s>"
+    tokenizer.save_pretrained(lora)
+    printed = refusal(*options)
+    assert f"--push-to-hub {REPO}: got an adapter with another tokenizer (eos_token)" in printed
+    assert hub.created == []
+    assert not dst.exists()
+    AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(lora)
+    converts(*options)
+    assert "model.safetensors" in hub.files
 
 
 @pytest.mark.parametrize("fails_at", ["README.md", "model.safetensors"])
