@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.markup import escape
+from rich.progress import Progress
 
 from coca_cli.main import BadOption, console
 
@@ -220,16 +221,10 @@ def convert_command(
     from coca_hf.convert import convert_checkpoint
     from coca_hf.convert.calibration import CalibrationProgress
 
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-    )
     is_silent = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=is_silent) as bar:
+    with Progress(console=console, transient=True, disable=is_silent) as bar:
         layers = bar.add_task("calibrating layers", visible=calibrate_on is not None, total=None)
-        task = bar.add_task(f"converting {src}", visible=False)
+        task = bar.add_task(f"converting {escape(src)}", visible=False)
 
         def show_layers(progress: CalibrationProgress) -> None:
             if progress.notice:

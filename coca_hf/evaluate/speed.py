@@ -185,13 +185,12 @@ def _measure(models: list[Any], rope: Rope, settings: dict, progress: Progress) 
                     use_rope_(one.model, rope, length + warmup + repeats)
                     one.step = _step(one.model, mode, length, batch_size)
                 taken, peak = _timed(one.step, one.model)
-            except (IndexError, RuntimeError, MemoryError) as failure:
-                if isinstance(failure, IndexError):
-                    error = failed_on(length, failure)
-                elif is_out_of_memory(failure):
-                    error = f"OOM: {' '.join(str(failure).split())[:200]}"
-                else:
+            except IndexError as failure:
+                timings[place] = _Timing(one.model, error=failed_on(length, failure))
+            except (RuntimeError, MemoryError) as failure:
+                if not is_out_of_memory(failure):
                     raise
+                error = f"OOM: {' '.join(str(failure).split())[:200]}"
                 timings[place] = _Timing(one.model, error=error)
             else:
                 if number >= warmup:
