@@ -37,18 +37,9 @@ from torch import Tensor, nn
 from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
+from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.loaded_model import Rope, use_rope_
-from coca_hf.evaluate.rows import (
-    Batches,
-    Count,
-    Identity,
-    NoValue,
-    Positive,
-    Raw,
-    Run,
-    Setting,
-    TextRow,
-)
+from coca_hf.evaluate.rows import Count, Identity, Positive, Raw, Run, Setting, TextRow
 from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.tables import Measurement, Table, against_length, each_table, text_settings
 from coca_hf.page import FAR

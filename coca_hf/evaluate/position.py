@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from typing_extensions import NotRequired, TypedDict
 
+from coca_hf.evaluate.batches import Batches
 from coca_hf.evaluate.loaded_model import Rope, use_rope_
 from coca_hf.evaluate.perplexity import (
     VARIANTS,
@@ -22,7 +23,7 @@ from coca_hf.evaluate.perplexity import (
     tokens_of,
     value_of,
 )
-from coca_hf.evaluate.rows import Batches, Count, Identity, Positive, Raw, Run, Setting, TextRow
+from coca_hf.evaluate.rows import Count, Identity, Positive, Raw, Run, Setting, TextRow
 from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.tables import Measurement, Table, each_table, grid_of, powers, text_settings
 from coca_hf.page import Grid, Part

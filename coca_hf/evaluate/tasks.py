@@ -26,6 +26,7 @@ import torch
 from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError, library_errors, nearest, one_line
+from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.loaded_model import (
     LoadedModel,
     Rope,
@@ -34,7 +35,7 @@ from coca_hf.evaluate.loaded_model import (
     trained_length,
     use_rope_,
 )
-from coca_hf.evaluate.rows import Batches, Count, Identity, NoValue, Row, Run, Setting
+from coca_hf.evaluate.rows import Count, Identity, Row, Run, Setting
 from coca_hf.evaluate.tables import NBSP, Measurement, Table
 from coca_hf.page import Grid, Part
 from coca_hf.provenance import now, versions
