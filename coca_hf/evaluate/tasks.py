@@ -261,15 +261,11 @@ def _checking(loaded: LoadedModel, benchmark: str) -> Iterator[None]:
         check_vocabulary(loaded, given[0], f"--tasks {benchmark}")
 
     embeddings = loaded.model.get_input_embeddings()
-    hooks = [
+    with (
         loaded.model.register_forward_hook(check_logits),
         embeddings.register_forward_pre_hook(check_ids),
-    ]
-    try:
+    ):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _evaluate(
