@@ -3,10 +3,12 @@
 import functools
 import re
 import shlex
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.markup import escape
+from rich.progress import Progress
 
 from coca_cli.main import BadOption, console
 
@@ -17,28 +19,55 @@ CALIBRATION = "With --calibrate"
 fit_option = functools.partial(typer.Option, rich_help_panel=CALIBRATION)
 
 
+def chosen(kinds: Any, expected: str) -> Callable[[typer.CallbackParam, str | None], Any]:
+    """A callback for `auto`, which stays as it is, the number `6`, or the layers `8,17,18`.
+
+    It raises BadOption for what is not of the type `kinds`.
+    """
+    number = r"\s*\d{1,9}\s*"
+
+    def parse(option: typer.CallbackParam, text: str | None) -> Any:
+        found: Any = None
+        if text in ("auto", None):
+            return text
+        if re.fullmatch(r"\d{1,9}", text):
+            found = int(text)
+        elif re.fullmatch(rf"({number},)+({number})?", text):
+            found = [int(layer) for layer in re.findall(r"\d+", text)]
+        if not isinstance(found, kinds):
+            raise BadOption(f"{option.opts[0]}: got {text!r}, expected {expected}")
+        return found
+
+    return parse
+
+
 @app.command()
 def convert_command(
     context: typer.Context,
     src: Annotated[
-        str,
-        typer.Argument(help="Checkpoint to convert: a directory, a .gguf file or a hub id."),
+        str, typer.Argument(help="Checkpoint to convert: a directory, a .gguf file or a hub id.")
     ],
     dst: Annotated[str, typer.Argument(help="Directory to write. It appears when it is complete.")],
-    calibrate: Annotated[
+    calibrate_on: Annotated[
         str | None,
         typer.Option(
+            "--calibrate",
             help="Fit W_Q, W_T and W_O to the original's attention on this text; the model starts far "
             "better. Text: a .txt, .jsonl or .parquet file, a directory or glob of them, or a data "
-            "set on the hub."
+            "set on the hub.",
         ),
     ] = None,
     keep_layers: Annotated[
         str | None,
         typer.Option(
+            callback=chosen(
+                list | int | str,
+                "layers by number, from 0, as in 8,17,18 (one layer: '8,'), or with --calibrate how "
+                "many, as in 6, or auto",
+            ),
             help="Keep the original's attention in these layers, numbered from 0, as in 8,17,18 "
             "(one layer: '8,'). With --calibrate, 6 keeps the six layers whose conversion changes "
-            "the predictions most, and auto as many as cause half of the change."
+            "the predictions most, and auto as many as cause half of the change.",
         ),
     ] = None,
     keep_window: Annotated[
@@ -53,16 +82,21 @@ def convert_command(
     content_pairs: Annotated[
         str | None,
         typer.Option(
+            callback=chosen(int | str, "how many of a head's pairs, as in 12, or auto"),
             help="How many of a head's rotary pairs, the slowest ones, are content pairs, which do "
             "not rotate and may have negative coefficients: a number, or auto, those that do not "
-            "complete a rotation within the trained length. None by default, as in the paper."
+            "complete a rotation within the trained length. None by default, as in the paper.",
         ),
     ] = None,
     content_layers: Annotated[
         str | None,
         typer.Option(
+            callback=chosen(
+                list | str,
+                "layers by number, from 0, as in 17,18 (one layer: '17,'), or auto with --calibrate",
+            ),
             help="Layers in which every second of the other pairs is a content pair, too: their numbers, as in "
-            "17,18,20, or, with --calibrate, auto: those that a short fit with them brings nearer to the original."
+            "17,18,20, or, with --calibrate, auto: those that a short fit with them brings nearer to the original.",
         ),
     ] = None,
     constraint: Annotated[
@@ -99,9 +133,12 @@ def convert_command(
     revision: Annotated[
         str | None, typer.Option(help="Branch, tag or commit of SRC on the hub.")
     ] = None,
-    ignore_field: Annotated[
+    ignore_fields: Annotated[
         list[str] | None,
-        typer.Option(help="Leave out a field of config.json that is not understood; repeatable."),
+        typer.Option(
+            "--ignore-field",
+            help="Leave out a field of config.json that is not understood; repeatable.",
+        ),
     ] = None,
     allow_pickle: Annotated[
         bool,
@@ -174,24 +211,20 @@ def convert_command(
     """
     if public and push_to_hub is None:
         raise BadOption("--public: got it without --push-to-hub, expected both")
-    for option in context.command.params if calibrate is None else ():
+    for option in context.command.params if calibrate_on is None else ():
         given = context.get_parameter_source(str(option.name))
         is_given = given is not None and given.name == "COMMANDLINE"
         if is_given and getattr(option, "rich_help_panel", None) == CALIBRATION:
             raise BadOption(f"{option.opts[0]}: got it without --calibrate, expected both")
+    options = {name: value for name, value in context.params.items() if value is not None}
+    options["private"] = not options.pop("public")
     from coca_hf.convert import convert_checkpoint
     from coca_hf.convert.calibration import CalibrationProgress
 
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-    )
     is_silent = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=is_silent) as bar:
-        layers = bar.add_task("calibrating layers", visible=calibrate is not None, total=None)
-        task = bar.add_task(f"converting {src}", visible=False)
+    with Progress(console=console, transient=True, disable=is_silent) as bar:
+        layers = bar.add_task("calibrating layers", visible=calibrate_on is not None, total=None)
+        task = bar.add_task(f"converting {escape(src)}", visible=False)
 
         def show_layers(progress: CalibrationProgress) -> None:
             if progress.notice:
@@ -203,17 +236,7 @@ def convert_command(
             if is_silent and done and not progress.notice:
                 console.print(f"{text}: {done} of {total}", soft_wrap=True)
 
-        # the other options have the names of convert_checkpoint's arguments
-        options = context.params | {
-            "keep_layers": None if keep_layers is None else _layers_to_keep(keep_layers),
-            "content_pairs": None if content_pairs is None else _content_pairs(content_pairs),
-            "content_layers": [] if content_layers is None else _content_layers(content_layers),
-            "private": not public,
-            "calibrate_on": calibrate,
-            "ignore_fields": ignore_field or (),
-        }
-        for name in ("public", "calibrate", "ignore_field"):
-            del options[name]
+        # Options have the names of its arguments
         record = convert_checkpoint(
             **options,
             progress=lambda done, total: bar.update(
@@ -227,42 +250,6 @@ def convert_command(
         _print_conversion(record, dst)
         if push_to_hub:
             console.print(f"Uploaded to {push_to_hub}, {'public' if public else 'private'}.")
-
-
-def _layers_to_keep(text: str) -> list[int] | int | str:
-    expected = (
-        "layers by number, from 0, as in 8,17,18 (one layer: '8,'), or with --calibrate how many, as "
-        "in 6, or auto"
-    )
-    return _chosen("--keep-layers", text, list | int | str, expected)
-
-
-def _content_layers(text: str) -> list[int] | str:
-    expected = "layers by number, from 0, as in 17,18 (one layer: '17,'), or auto with --calibrate"
-    return _chosen("--content-layers", text, list | str, expected)
-
-
-def _content_pairs(text: str) -> int | str:
-    expected = "how many of a head's pairs, as in 12, or auto"
-    return _chosen("--content-pairs", text, int | str, expected)
-
-
-def _chosen(option: str, text: str, kinds: Any, expected: str) -> Any:
-    """`auto` as it is, the number `6`, or the layers of `8,17,18`, if that is of the type `kinds`.
-
-    Raises BadOption for anything else.
-    """
-    chosen: Any = None
-    number = r"\s*\d{1,9}\s*"
-    if text == "auto":
-        chosen = text
-    elif re.fullmatch(r"\d{1,9}", text):
-        chosen = int(text)
-    elif re.fullmatch(rf"({number},)+({number})?", text):
-        chosen = [int(found) for found in re.findall(r"\d+", text)]
-    if not isinstance(chosen, kinds):
-        raise BadOption(f"{option}: got {text!r}, expected {expected}")
-    return chosen
 
 
 def _print_plan(plan: dict, dst: str) -> None:

@@ -9,7 +9,7 @@ import xxhash
 from huggingface_hub import ModelCard, ModelCardData
 
 from coca_hf.errors import CocaError, library_errors
-from coca_hf.files import replacing
+from coca_hf.files import replace_text
 from coca_hf.models.hub import CARD
 from coca_hf.page import Bullets, Grid, escape, markdown
 from coca_hf.weights import checkpoint_file, open_regular, read_json
@@ -107,11 +107,9 @@ def write_card(
         training = read_json(file) if file.exists() else {}
     with library_errors(f"{directory}: its records are not what coca-convert and coca-train write"):
         card = make_card(conversion, training, measured, base_model)
+    text = str(card)
     try:
-        with replacing(path) as unfinished:
-            card.save(unfinished)
-            text = unfinished.read_text(encoding="utf-8")
-            unfinished.write_text(text.replace(MARK, _mark(text)), encoding="utf-8")
+        replace_text(path, text.replace(MARK, _mark(text)))
     except OSError as error:
         raise CocaError(f"{path}: cannot be written: {error.strerror}") from error
     return path

@@ -204,10 +204,10 @@ def test_the_card_command_leaves_a_card_that_somebody_edited(checkpoint):
 
 
 def test_a_card_that_cannot_be_written_is_one_line(checkpoint, monkeypatch):
-    def is_read_only(path):
+    def is_read_only(path, text):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr("coca_hf.card.replacing", is_read_only)
+    monkeypatch.setattr("coca_hf.card.replace_text", is_read_only)
     with pytest.raises(CocaError, match=r"README.md: cannot be written: Read-only file system"):
         write_card(checkpoint)
 

@@ -117,11 +117,11 @@ def test_coca_eval_without_arguments_prints_its_help_alone(run):
 
 
 def test_ctrl_c_is_answered_with_what_to_do(monkeypatch, capsys):
-    def interrupt(*_):
+    def interrupt(**_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("coca_cli.convert._layers_to_keep", interrupt)
-    monkeypatch.setattr(sys, "argv", ["coca-convert", "a", "b", "--keep-layers", "6"])
+    monkeypatch.setattr("coca_hf.convert.convert_checkpoint", interrupt)
+    monkeypatch.setattr(sys, "argv", ["coca-convert", "a", "b"])
     with pytest.raises(SystemExit, match="130"):
         main.convert()
     assert capsys.readouterr().err == "interrupted; the same command continues\n"

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from coca_hf.errors import CocaError
+from coca_hf.evaluate.batches import Batches
 from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
 from coca_hf.evaluate.perplexity import last_logits
-from coca_hf.evaluate.rows import Batches
 from coca_hf.tokens import around_text
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."

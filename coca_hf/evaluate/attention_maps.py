@@ -22,6 +22,7 @@ from typing_extensions import NotRequired
 
 from coca_hf.convert.config import FAMILIES
 from coca_hf.errors import CocaError
+from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.loaded_model import (
     LoadedModel,
     Rope,
@@ -29,18 +30,7 @@ from coca_hf.evaluate.loaded_model import (
     check_vocabulary,
     use_rope_,
 )
-from coca_hf.evaluate.rows import (
-    Batches,
-    Beside,
-    Count,
-    Identity,
-    NoValue,
-    Raw,
-    Run,
-    Setting,
-    Shared,
-    TextRow,
-)
+from coca_hf.evaluate.rows import Beside, Count, Identity, Raw, Run, Setting, Shared, TextRow
 from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.tables import NBSP, Measurement, Table, each_table, text_settings
 from coca_hf.page import Part

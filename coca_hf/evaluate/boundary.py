@@ -36,19 +36,10 @@ from torch import Tensor
 from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
+from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.loaded_model import Rope, use_rope_
 from coca_hf.evaluate.query_key_products import Products, frequencies, visiting_products
-from coca_hf.evaluate.rows import (
-    Batches,
-    Count,
-    Identity,
-    NoValue,
-    Raw,
-    Run,
-    Setting,
-    Share,
-    TextRow,
-)
+from coca_hf.evaluate.rows import Count, Identity, Raw, Run, Setting, Share, TextRow
 from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.tables import Measurement, Table, grid_of, powers, text_settings
 from coca_hf.page import Figure, Grid, Heat, Part, Text

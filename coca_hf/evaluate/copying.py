@@ -18,9 +18,10 @@ from torch import Tensor
 from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
+from coca_hf.evaluate.batches import Batches
 from coca_hf.evaluate.loaded_model import LoadedModel, Rope, use_rope_
 from coca_hf.evaluate.perplexity import Window, check_loss, compute_windows, token_losses, tokens_of
-from coca_hf.evaluate.rows import Batches, Beside, Count, Identity, Raw, Row, Run, Setting, Shared
+from coca_hf.evaluate.rows import Beside, Count, Identity, Raw, Row, Run, Setting, Shared
 from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.tables import NBSP, Measurement, Table, each_table, text_settings
 from coca_hf.page import Part, Text

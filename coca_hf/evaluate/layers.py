@@ -23,20 +23,11 @@ from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.attention_maps import check_baseline
+from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.copying import check_copy_lengths, passages, repeated_sequences
 from coca_hf.evaluate.loaded_model import LoadedModel, Rope, use_rope_
 from coca_hf.evaluate.perplexity import last_logits
-from coca_hf.evaluate.rows import (
-    Batches,
-    Count,
-    Identity,
-    NoValue,
-    Raw,
-    Run,
-    Setting,
-    Shared,
-    TextRow,
-)
+from coca_hf.evaluate.rows import Count, Identity, Raw, Run, Setting, Shared, TextRow
 from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.tables import Measurement, Table, each_table, text_settings
 from coca_hf.page import Bullets, Fold, Grid, Part

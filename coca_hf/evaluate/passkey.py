@@ -45,12 +45,11 @@ from coca_hf.evaluate.answers import (
     score_answers,
     share_correct,
 )
+from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.loaded_model import LoadedModel, Rope, use_rope_
 from coca_hf.evaluate.rows import (
-    Batches,
     Count,
     Identity,
-    NoValue,
     Raw,
     Row,
     Run,

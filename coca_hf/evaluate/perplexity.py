@@ -37,18 +37,9 @@ from torch import Tensor, nn
 from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
+from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.loaded_model import Rope, use_rope_
-from coca_hf.evaluate.rows import (
-    Batches,
-    Count,
-    Identity,
-    NoValue,
-    Positive,
-    Raw,
-    Run,
-    Setting,
-    TextRow,
-)
+from coca_hf.evaluate.rows import Count, Identity, Positive, Raw, Run, Setting, TextRow
 from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.tables import Measurement, Table, against_length, each_table, text_settings
 from coca_hf.page import FAR
@@ -164,7 +155,7 @@ def _longlora(doc_lens: list[int], length: int, stride: int, prefix: list[int]) 
 
 
 def _token_mean(lines: list[dict]) -> float:
-    return math.exp(math.fsum(line["nll"] for line in lines) / tokens_of(lines))
+    return math.exp(nats_per_token(lines))
 
 
 def _window_mean(lines: list[dict]) -> float:
@@ -236,16 +227,15 @@ def value_of(variant: Variant, lines: list[dict]) -> dict:
     """From the lines of a raw table, the fields of its row: the value, or null with the reason in
     `error`; nats per token; and the number of tokens.
     """
-    value, error = None, None
+    value, nll, error = None, None, None
     total = math.fsum(line["nll"] for line in lines)
-    if not math.isfinite(total):
-        error = f"the model's loss is {total}"
-    else:
+    if math.isfinite(total):
         try:
-            value = variant.perplexity(lines)
+            value, nll = variant.perplexity(lines), nats_per_token(lines)
         except OverflowError:
             error = "the perplexity is beyond a float64"
-    nll = nats_per_token(lines) if value is not None else None
+    else:
+        error = f"the model's loss is {total}"
     return {"value": value, "nll": nll, "tokens": tokens_of(lines), "error": error}
 
 
@@ -253,9 +243,9 @@ def tokens_of(lines: list[dict]) -> int:
     return sum(line["tokens"] for line in lines)
 
 
-def nats_per_token(lines: list[dict]) -> float | None:
-    """Token-weighted mean over the lines of a raw table; None for no lines."""
-    return math.fsum(line["nll"] for line in lines) / tokens_of(lines) if lines else None
+def nats_per_token(lines: list[dict]) -> float:
+    """Token-weighted mean over the lines of a raw table."""
+    return math.fsum(line["nll"] for line in lines) / tokens_of(lines)
 
 
 def check_loss(total: float) -> None:

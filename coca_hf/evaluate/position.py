@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from typing_extensions import NotRequired, TypedDict
 
+from coca_hf.evaluate.batches import Batches
 from coca_hf.evaluate.loaded_model import Rope, use_rope_
 from coca_hf.evaluate.perplexity import (
     VARIANTS,
@@ -22,16 +23,7 @@ from coca_hf.evaluate.perplexity import (
     tokens_of,
     value_of,
 )
-from coca_hf.evaluate.rows import (
-    Batches,
-    Count,
-    Identity,
-    Positive,
-    Raw,
-    Run,
-    Setting,
-    TextRow,
-)
+from coca_hf.evaluate.rows import Count, Identity, Positive, Raw, Run, Setting, TextRow
 from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.tables import Measurement, Table, each_table, grid_of, powers, text_settings
 from coca_hf.page import Grid, Part
@@ -95,9 +87,8 @@ def in_ranges(buckets: list[dict], length: int, edges: list[int]) -> list[dict]:
     cuts = [0, *sorted(cut for cut in found if 0 < cut < length), length]
     ranges = []
     for first, end in itertools.pairwise(cuts):
-        within = [bucket for bucket in buckets if first <= bucket["first"] < end]
-        nll = nats_per_token(within)
-        if nll is not None:
+        if within := [bucket for bucket in buckets if first <= bucket["first"] < end]:
+            nll = nats_per_token(within)
             perplexity = math.exp(nll) if nll < 700 else None  # beyond a float64
             about = {"first": first, "end": end, "tokens": tokens_of(within)}
             ranges.append(about | {"perplexity": perplexity})

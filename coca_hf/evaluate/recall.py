@@ -22,9 +22,10 @@ from coca_hf.evaluate.answers import (
     score_answers,
     share_correct,
 )
+from coca_hf.evaluate.batches import Batches
 from coca_hf.evaluate.loaded_model import Rope, use_rope_
 from coca_hf.evaluate.perplexity import check_loss
-from coca_hf.evaluate.rows import Batches, Beside, Count, Identity, Raw, Row, Run, Setting, Share
+from coca_hf.evaluate.rows import Beside, Count, Identity, Raw, Row, Run, Setting, Share
 from coca_hf.evaluate.tables import NBSP, Measurement, against_length, each_table
 
 TITLE = "A list of keys and their values."

@@ -27,20 +27,11 @@ from accelerate.utils.memory import clear_device_cache
 from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
+from coca_hf.evaluate.batches import failed_on, is_out_of_memory
 from coca_hf.evaluate.loaded_model import LoadedModel, Rope, check_same_dtype, processes, use_rope_
 from coca_hf.evaluate.perplexity import only_last
 from coca_hf.evaluate.progress import Progress
-from coca_hf.evaluate.rows import (
-    Count,
-    Identity,
-    Positive,
-    Row,
-    Run,
-    Setting,
-    about_model,
-    failed_on,
-    is_out_of_memory,
-)
+from coca_hf.evaluate.rows import Count, Identity, Positive, Row, Run, Setting, about_model
 from coca_hf.evaluate.tables import NBSP, Measurement, Table, each_table
 from coca_hf.page import Fold, Grid, Part
 from coca_hf.provenance import now
@@ -185,13 +176,12 @@ def _measure(models: list[Any], rope: Rope, settings: dict, progress: Progress) 
                     use_rope_(one.model, rope, length + warmup + repeats)
                     one.step = _step(one.model, mode, length, batch_size)
                 taken, peak = _timed(one.step, one.model)
-            except (IndexError, RuntimeError, MemoryError) as failure:
-                if isinstance(failure, IndexError):
-                    error = failed_on(length, failure)
-                elif is_out_of_memory(failure):
-                    error = f"OOM: {' '.join(str(failure).split())[:200]}"
-                else:
+            except IndexError as failure:
+                timings[place] = _Timing(one.model, error=failed_on(length, failure))
+            except (RuntimeError, MemoryError) as failure:
+                if not is_out_of_memory(failure):
                     raise
+                error = f"OOM: {' '.join(str(failure).split())[:200]}"
                 timings[place] = _Timing(one.model, error=error)
             else:
                 if number >= warmup:

@@ -26,6 +26,7 @@ import torch
 from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError, library_errors, nearest, one_line
+from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.loaded_model import (
     LoadedModel,
     Rope,
@@ -34,7 +35,7 @@ from coca_hf.evaluate.loaded_model import (
     trained_length,
     use_rope_,
 )
-from coca_hf.evaluate.rows import Batches, Count, Identity, NoValue, Row, Run, Setting
+from coca_hf.evaluate.rows import Count, Identity, Row, Run, Setting
 from coca_hf.evaluate.tables import NBSP, Measurement, Table
 from coca_hf.page import Grid, Part
 from coca_hf.provenance import now, versions
@@ -162,24 +163,20 @@ def task_rows(
         with_lm_eval = settings["versions"] | {"lm-eval": versions("lm-eval").get("lm-eval")}
         return settings | {"versions": with_lm_eval}
 
-    def known(settings: dict) -> list[dict]:
-        """The rows of every metric and filter, which are known once a benchmark has run."""
-        return run.store.find(TasksRow, settings, but=("metric", "filter"))
-
     def complete(settings: dict) -> list[dict]:
-        rows = known(settings)
+        """The rows of every metric and filter, which are known once a benchmark has run."""
+        rows = run.store.find(TasksRow, settings, but=("metric", "filter"))
         return rows if rows and len(rows) >= rows[0].get("metrics", 1) else []
 
     def make(rope: Rope, wanted: list[dict]) -> list[dict]:
         (settings,) = wanted
-        rows = known(settings)
-        done = {(row["metric"], row["filter"]) for row in rows}
         watch = partial(run.progress, description=f"tasks  {settings['benchmark']}")
         batches = Batches(run.batch_size, watch, settings["length"] or "too many")
-        for result, samples in _measure(run.loaded, rope, settings, include_path, batches):
-            if (result["metric"], result["filter"]) not in done:
-                rows.append(run.store.append(TasksRow, settings | result, {"samples": samples}))
-        return rows
+        found = _measure(run.loaded, rope, settings, include_path, batches)
+        return [
+            run.store.append(TasksRow, settings | result, {"samples": samples})
+            for result, samples in found
+        ]
 
     each_rope = itertools.product(run.ropes, wanted)
     asked = [(rope, [settings_of(rope, *benchmark)]) for rope, benchmark in each_rope]
@@ -264,15 +261,11 @@ def _checking(loaded: LoadedModel, benchmark: str) -> Iterator[None]:
         check_vocabulary(loaded, given[0], f"--tasks {benchmark}")
 
     embeddings = loaded.model.get_input_embeddings()
-    hooks = [
+    with (
         loaded.model.register_forward_hook(check_logits),
         embeddings.register_forward_pre_hook(check_ids),
-    ]
-    try:
+    ):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _evaluate(

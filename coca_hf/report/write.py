@@ -194,30 +194,23 @@ def _of_other_texts(tables: Sequence[Table]) -> list[str]:
     """
     notices = []
     for table in tables:
-        last = max(table.rows, key=lambda row: row["date"])
-        with_text = [row for row in table.rows if row.get("text_hash")]
+        last = max(table.rows, key=itemgetter("date"))
         where = f"{table.measurement.title}, {table.settings}"
-        hashed = [row for row in (last, *table.rows) if row.get("data_hash")]
-        old = [row["model"] for row in hashed if row["data_hash"] != hashed[0]["data_hash"]]
-        if old and table.measurement.task == "tasks":
-            notices.append(
-                f"{where}: the files of these tasks, or their times, changed before the latest "
-                f"number; measure {', '.join(dict.fromkeys(old))} again to compare."
-            )
-        if not last.get("text_hash"):
-            continue
-        other_text = [row for row in with_text if row["text_hash"] != last["text_hash"]]
-        newest = latest(with_text, itemgetter("length"))
+        what, key = "text of these documents", "text_hash"
+        if table.measurement.task == "tasks":
+            what, key = "files of these tasks, or their times,", "data_hash"
+        hashed = [row for row in (last, *table.rows) if row.get(key)]
+        others = dict.fromkeys(row["model"] for row in hashed if row[key] != hashed[0][key])
+        newest = latest(hashed, itemgetter("length"))
         other_tokens = dict.fromkeys(
             f"{row['model']} reads other tokens of this text than {newest[row['length']]['model']}"
-            for row in with_text
+            for row in hashed
             if row.get("data_hash") != newest[row["length"]].get("data_hash")
         )
-        if other_text:
-            names = ", ".join(dict.fromkeys(row["model"] for row in other_text))
+        if others:
             notices.append(
-                f"{where}: the text of these documents changed before the latest number; measure "
-                f"{names} again to compare."
+                f"{where}: the {what} changed before the latest number; measure "
+                f"{', '.join(others)} again to compare."
             )
         elif other_tokens:
             notices.append(

@@ -19,8 +19,8 @@ import torch
 from measure import DEVICE, check, clear, make_model, parse, ratio, run_all
 from transformers import AutoModelForCausalLM
 
+from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.perplexity import VARIANTS, Window, compute_windows, token_losses
-from coca_hf.evaluate.rows import Batches, NoValue
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_hf import CocaLlamaConfig, CocaLlamaForCausalLM
-from coca_hf.evaluate.rows import is_out_of_memory
+from coca_hf.evaluate.batches import is_out_of_memory
 from coca_hf.evaluate.speed import resident_bytes, timed_on_gpu
 from coca_hf.models import attention
 from coca_hf.provenance import now, versions

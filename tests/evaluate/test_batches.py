@@ -17,10 +17,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from coca_hf.evaluate import rows as batches
+from coca_hf.evaluate import batches
+from coca_hf.evaluate.batches import Batches, NoValue, auto_batch_size
 from coca_hf.evaluate.passkey import passkey_rows
 from coca_hf.evaluate.perplexity import VARIANTS, perplexity_rows, value_of
-from coca_hf.evaluate.rows import Batches, NoValue, auto_batch_size
 from coca_hf.evaluate.sample import draw_sample
 from coca_hf.report.read import read_tables
 from tests.evaluate.runs import OPTIONS, raw_of, run_of

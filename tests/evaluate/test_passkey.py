@@ -9,8 +9,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from coca_hf.errors import CocaError
+from coca_hf.evaluate.batches import Batches
 from coca_hf.evaluate.passkey import FILLER, INSTRUCTION, VARIANTS, Case, answers, passkey_rows
-from coca_hf.evaluate.rows import Batches
 from tests.evaluate.reader import reads
 from tests.evaluate.runs import passkey_case, raw_of, run_of
 

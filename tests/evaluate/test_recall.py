@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerFast
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.answers import Case, score_answers
+from coca_hf.evaluate.batches import Batches
 from coca_hf.evaluate.passkey import FILLER, VARIANTS
 from coca_hf.evaluate.recall import recall_rows
-from coca_hf.evaluate.rows import Batches
 from coca_hf.tokens import around_text
 from tests.evaluate.reader import reads
 from tests.evaluate.runs import passkey_case, raw_of, recall_case, run_of
