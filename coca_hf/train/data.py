@@ -286,7 +286,7 @@ class Corpus:
         """
         kept_in, contents = Path(self.data.prepared) / "files.json", []
         kept = _kept_hashes(kept_in)
-        known = dict(kept)
+        known = dict(kept or {})
         try:
             for source in self.data.sources:
                 files = local_files(source.path) if source.path else []
@@ -297,7 +297,9 @@ class Corpus:
                 described = [self._described(file, known) for file in files]
                 contents.append(dict(zip(names_of(files), described, strict=True)))
         finally:
-            if known != kept:
+            if kept is None:
+                _name_foreign(kept_in)
+            elif known != kept:
                 with suppress(OSError):  # a cache
                     kept_in.parent.mkdir(parents=True, exist_ok=True)
                     replace_text(kept_in, json.dumps(known))
@@ -615,11 +617,22 @@ class Corpus:
         )
 
 
-def _kept_hashes(file: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
+def _kept_hashes(file: Path) -> dict[str, Any] | None:
+    """What `files.json` keeps; {} if it is not there, None if the file is not one of ours."""
+    try:
         kept = json.loads(file.read_text(encoding="utf-8"))
-        return kept if isinstance(kept, dict) else {}
-    return {}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError):
+        return None
+    if not isinstance(kept, dict):
+        return None
+    for known in kept.values():
+        match known:
+            case [[int(), int(), int()], str()]:
+                continue
+        return None
+    return kept
 
 
 def _read_state(directory: Path) -> dict[str, Any]:
@@ -648,6 +661,16 @@ def _name_large(where: str, characters: int) -> None:
         f"{where}: got a document of {characters:,} characters; it is trained on; if it is not "
         "text, remove it",
         file=sys.stderr,
+        flush=True,
+    )
+
+
+@functools.cache
+def _name_foreign(file: Path) -> None:
+    """Say once why the hashes of files are not kept."""
+    print(
+        f"{file}: does not hold hashes of files, so it is left as it is, and files are hashed at "
+        "every start; move it, or choose another data.prepared",
         flush=True,
     )
 

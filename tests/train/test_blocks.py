@@ -206,6 +206,18 @@ def test_a_file_is_hashed_once_and_again_after_a_change(corpus, texts, monkeypat
     assert corpus().directory == prepared
 
 
+@pytest.mark.parametrize("mine", ['{"my": ["files"]}', '[{"text": "mine"}]', '{"text": 1}\n{}'])
+def test_a_file_of_ones_own_with_the_name_of_the_kept_hashes_is_kept(
+    corpus, plain, monkeypatch, capsys, mine
+):
+    monkeypatch.setattr(data, "FRESH_SECONDS", 0)
+    file = corpus().directory.parent / "files.json"
+    file.write_text(mine)
+    assert tokens_of(corpus().prepare(60)) == plain[:60]
+    assert file.read_text() == mine
+    assert "files.json: does not hold hashes of files" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("directory", "name"), [(".", "digits.jsonl"), ("words", "5.txt")])
 def test_a_file_that_changes_or_appears_while_its_blocks_are_prepared_leaves_none(
     corpus, texts, plain, directory, name
