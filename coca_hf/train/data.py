@@ -57,7 +57,7 @@ from coca_hf.documents import (
     names_of,
     read_documents,
 )
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, printable
 from coca_hf.files import locked, replace_text, size_in_words
 from coca_hf.held_out import HeldOut, HeldOutTogether, hold_out, shares, together
 from coca_hf.tokens import Encoder, Piece, batches, pieces_of, skipped_positions
@@ -231,7 +231,8 @@ class Blocks:
             last = f" ({read['name']})" if "name" in read else ""  # blocks of de2ea7b lack it
             part = f"documents 1 to {count:,}{last}; what follows is not read"
             part = "all documents" if read["is_read"] else part
-            lines.append(f"data: {self._data.sources[int(number)].name}: blocks of {part}")
+            name = self._data.sources[int(number)].name
+            lines.append(printable(f"data: {name}: blocks of {part}"))
         return lines
 
     def check(self) -> None:
@@ -318,7 +319,8 @@ class Corpus:
                     return f"{stat.st_size:,} bytes, xxh3_128 {digest}"
             is_fresh = time.time() - max(state[1:]) / 1e9 < FRESH_SECONDS
             if stat.st_size >= LARGE_FILE:
-                print(f"{file}: hashing {size_in_words(stat.st_size)}, once", flush=True)
+                size = size_in_words(stat.st_size)
+                print(printable(f"{file}: hashing {size}, once"), flush=True)
             digest = file_hash(file, self._check_stop) or "of no file"
         except OSError as error:  # such as a link to a file that is gone
             raise CocaError(

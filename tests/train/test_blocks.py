@@ -143,6 +143,16 @@ def test_blocks_say_how_far_their_sources_are_read(corpus, words, digits):
     assert corpus().prepare(400).read_of_sources() == whole
 
 
+def test_a_file_whose_name_is_not_utf8_is_named_in_words_that_any_terminal_prints(
+    corpus, sources, texts, tmp_path
+):
+    for file in (texts / "words").iterdir():
+        os.link(file, f"{tmp_path}/\udce9\n{file.name}")  # a byte of another encoding
+    sources[0] = Source(path=f"{tmp_path}/*.txt", weight=3)
+    [line, _] = corpus().prepare(5).read_of_sources()
+    assert r"blocks of documents 1 to 2 (\udce9\n1.txt); what" in line.encode().decode()
+
+
 def test_another_seed_length_weight_or_text_has_another_directory(
     corpus, sources, tiny_tokenizer, texts, tmp_path
 ):
