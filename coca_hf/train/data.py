@@ -279,6 +279,7 @@ class Corpus:
         self.data, self.tokenizer = data, tokenizer
         self.encoder = Encoder(tokenizer, vocab_size)
         self._check_stop = check_stop
+        self._hashed: dict[str, list[int]] = {}  # sizes and times of local files when hashed
 
     def _contents(self) -> list[dict[str, str]]:
         """Size and hash of the local files of each source, by the names that their documents have.
@@ -288,6 +289,7 @@ class Corpus:
         kept_in, contents = Path(self.data.prepared) / "files.json", []
         kept = _kept_hashes(kept_in)
         known = dict(kept or {})
+        self._hashed = {}
         try:
             for source in self.data.sources:
                 files = local_files(source.path) if source.path else []
@@ -313,7 +315,7 @@ class Corpus:
         name = str(file.absolute())
         try:
             stat = file.stat()
-            state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+            self._hashed[name] = state = _size_and_times(stat)
             match known.get(name):
                 case [before, str(digest)] if before == state:
                     return f"{stat.st_size:,} bytes, xxh3_128 {digest}"
@@ -435,11 +437,25 @@ class Corpus:
         """Raises CocaError, and drops the blocks, if a file has changed since it was hashed."""
         for before, now in zip(self.files, self._contents(), strict=True):
             if changed := [name for name in now | before if now.get(name) != before.get(name)]:
-                (self.directory / "state.json").unlink()
+                (self.directory / "state.json").unlink(missing_ok=True)
+                self._hashed = {}
                 raise CocaError(
                     f"{changed[0]}: changed while its blocks were prepared; run the same command "
                     f"again, in another --out if this one has begun"
                 )
+
+    def _is_untouched(self) -> bool:
+        """Whether the local files have the sizes and times that they had when they were hashed."""
+        paths = [source.path for source in self._texts.values()]
+        try:
+            found = {
+                str(file.absolute()): _size_and_times(file.stat())
+                for path in paths
+                for file in local_files(path)
+            }
+        except (CocaError, OSError):
+            return False
+        return found == self._hashed
 
     def _write(self, num_blocks: int) -> None:
         commits = self.pin_()
@@ -466,6 +482,10 @@ class Corpus:
             drawn: list[tuple[int, int]] = []
 
             def save() -> None:
+                # A preparation that ends here, and continues once a file has its text again, would
+                # go on from blocks of another text
+                if not self._is_untouched():
+                    self._check_unchanged()
                 rows["order"].append(np.array(drawn, dtype="uint32").reshape(-1, 2))
                 drawn.clear()
                 for of_file in rows.values():
@@ -486,8 +506,12 @@ class Corpus:
                     drawn.append(row)
                     if len(drawn) * self.data.seq_len >= STATE_TOKENS:
                         save()
-            except (CocaError, Stopped):
+            except CocaError:
                 save()
+                raise
+            except Stopped:
+                if self._is_untouched():  # to hash files takes too long now
+                    save()
                 raise
             save()
 
@@ -617,6 +641,10 @@ class Corpus:
             f"{source.path}: got fewer than {self.data.seq_len} tokens in all its documents "
             "together, expected a block or more; add text or lower data.seq_len"
         )
+
+
+def _size_and_times(stat: os.stat_result) -> list[int]:
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
 def _kept_hashes(file: Path) -> dict[str, Any] | None:

@@ -248,6 +248,37 @@ def test_a_file_that_changes_or_appears_while_its_blocks_are_prepared_leaves_non
     assert tokens_of(corpus().prepare(60)) == plain[:60]
 
 
+@pytest.mark.parametrize("ends", ["stopped", "killed"])
+def test_text_that_was_another_for_a_while_leaves_none_of_it_in_the_blocks(
+    corpus, texts, plain, monkeypatch, ends
+):
+    file, begun = texts / "digits.jsonl", []
+    before = file.read_text()
+
+    def stop():
+        if begun and ends == "stopped" and len(begun.append(1) or begun) > 400:
+            raise Stopped("SIGTERM")
+
+    def replace_text(path, text):
+        plain_replace(path, text)
+        if ends == "killed" and begun and path.name == "state.json":
+            raise KeyboardInterrupt  # which, like a kill, saves nothing
+
+    plain_replace = data.replace_text
+    monkeypatch.setattr(data, "replace_text", replace_text)
+    stopping = corpus(check_stop=stop)
+    assert stopping.files
+    try:
+        file.write_text(before[: before.index("\n") + 1])
+        begun.append(1)
+        with pytest.raises((CocaError, Stopped, KeyboardInterrupt)):
+            stopping.prepare(10_000)
+    finally:
+        file.write_text(before)
+    begun.clear()
+    assert tokens_of(corpus().prepare(60))[:60] == plain[:60]
+
+
 def test_the_directory_of_blocks_does_not_depend_on_that_of_the_tokenizer(
     corpus, sources, tiny_tokenizer, tmp_path
 ):
