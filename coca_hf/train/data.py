@@ -284,8 +284,10 @@ class Corpus:
     def _contents(self) -> list[dict[str, str]]:
         """Size and hash of the local files of each source, by the names that their documents have.
 
-        Raises CocaError for a file that cannot be read, and for options that do not apply to it.
+        Raises CocaError for a file that cannot be read, for options that do not apply to it, and if
+        the blocks would become part of a source.
         """
+        self._check_outside_sources()
         kept_in, contents = Path(self.data.prepared) / "files.json", []
         kept = _kept_hashes(kept_in)
         known = dict(kept or {})
@@ -408,6 +410,17 @@ class Corpus:
                 raise self._too_short(source)
         if self.data.has_answers:
             Lookups(self.tokenizer)
+
+    def _check_outside_sources(self) -> None:
+        """Raises CocaError if the blocks would become part of a source."""
+        prepared = Path(self.data.prepared).resolve()
+        for source in self._texts.values():
+            directory = Path(source.path)
+            if directory.is_dir() and prepared.is_relative_to(directory.resolve()):
+                raise CocaError(
+                    f"data.prepared: got {self.data.prepared} inside the source {source.path}, which "
+                    "would then have other files than text; choose another"
+                )
 
     def prepare(self, num_blocks: int) -> Blocks:
         """Write what is missing of the first `num_blocks` blocks, all of them if any is damaged.

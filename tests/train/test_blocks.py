@@ -248,6 +248,21 @@ def test_a_file_that_changes_or_appears_while_its_blocks_are_prepared_leaves_non
     assert tokens_of(corpus().prepare(60)) == plain[:60]
 
 
+@pytest.mark.parametrize("prepared", [".", "prepared"])
+def test_blocks_are_refused_inside_a_source_and_nothing_is_made_there(
+    corpus, sources, texts, tmp_path, prepared, monkeypatch
+):
+    monkeypatch.setattr(data, "FRESH_SECONDS", 0)
+    shutil.copytree(texts / "words", tmp_path / "words")
+    sources[0] = Source(path=str(tmp_path / "words"), weight=3)
+    files = [*(tmp_path / "words").rglob("*")]
+    inside = corpus(tmp_path / "words" / prepared)
+    for work in (inside.pin_, inside.check, lambda: inside.prepare(5)):
+        with pytest.raises(CocaError, match=r"data\.prepared: got .*words.* inside the source "):
+            work()
+    assert [*(tmp_path / "words").rglob("*")] == files
+
+
 @pytest.mark.parametrize("ends", ["stopped", "killed"])
 def test_text_that_was_another_for_a_while_leaves_none_of_it_in_the_blocks(
     corpus, texts, plain, monkeypatch, ends
