@@ -94,10 +94,10 @@ def _refuse_empty_words() -> None:
 
 
 def refuse_other_encodings() -> None:
-    """Raises BadOption for arguments that are not UTF-8, which no row can hold."""
+    """Raises BadOption for arguments that are not UTF-8, which no result can hold."""
     # Their bytes are surrogates here
     if any("\ud800" <= character <= "\udfff" for word in sys.argv for character in word):
-        problem = "got a name that is not UTF-8, which no row can hold; rename it"
+        problem = "got a name that is not UTF-8, which no result can hold; rename it"
         raise BadOption(f"{shlex.join(sys.argv)!a}: {problem}")
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from coca_cli.main import BadOption, PlainConsole, console, say
+from coca_cli.main import BadOption, PlainConsole, console, refuse_other_encodings, say
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -81,6 +81,7 @@ def train_command(
     """
     if plan and prepare:
         raise BadOption("--plan, --prepare: got both, expected one of them")
+    refuse_other_encodings()
     _refuse_unused(context, "--plan" if plan else "--prepare" if prepare else "a run")
     from coca_hf.train.recipe import load_recipe
 

@@ -20,7 +20,12 @@ class CocaError(ValueError):
     def __init__(self, message: str):
         if len(message) > LONGEST:
             message = f"{message[: LONGEST // 2]} ... {message[-LONGEST // 2 :]}"
-        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in message))
+        super().__init__(printable(message))
+
+
+def printable(text: str) -> str:
+    """`text` with escapes for line breaks, other unprintable characters, and what is not UTF-8."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def one_line(error: BaseException) -> str:

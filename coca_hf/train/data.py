@@ -57,7 +57,7 @@ from coca_hf.documents import (
     names_of,
     read_documents,
 )
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, printable
 from coca_hf.files import locked, replace_text, size_in_words
 from coca_hf.held_out import HeldOut, HeldOutTogether, hold_out, shares, together
 from coca_hf.tokens import Encoder, Piece, batches, pieces_of, skipped_positions
@@ -231,7 +231,8 @@ class Blocks:
             last = f" ({read['name']})" if "name" in read else ""  # blocks of de2ea7b lack it
             part = f"documents 1 to {count:,}{last}; what follows is not read"
             part = "all documents" if read["is_read"] else part
-            lines.append(f"data: {self._data.sources[int(number)].name}: blocks of {part}")
+            name = self._data.sources[int(number)].name
+            lines.append(printable(f"data: {name}: blocks of {part}"))
         return lines
 
     def check(self) -> None:
@@ -278,15 +279,19 @@ class Corpus:
         self.data, self.tokenizer = data, tokenizer
         self.encoder = Encoder(tokenizer, vocab_size)
         self._check_stop = check_stop
+        self._hashed: dict[str, list[int]] = {}  # sizes and times of local files when hashed
 
     def _contents(self) -> list[dict[str, str]]:
         """Size and hash of the local files of each source, by the names that their documents have.
 
-        Raises CocaError for a file that cannot be read, and for options that do not apply to it.
+        Raises CocaError for a file that cannot be read, for options that do not apply to it, and if
+        the blocks would become part of a source.
         """
+        self._check_outside_sources()
         kept_in, contents = Path(self.data.prepared) / "files.json", []
         kept = _kept_hashes(kept_in)
-        known = dict(kept)
+        known = dict(kept or {})
+        self._hashed = {}
         try:
             for source in self.data.sources:
                 files = local_files(source.path) if source.path else []
@@ -297,7 +302,9 @@ class Corpus:
                 described = [self._described(file, known) for file in files]
                 contents.append(dict(zip(names_of(files), described, strict=True)))
         finally:
-            if known != kept:
+            if kept is None:
+                _name_foreign(kept_in)
+            elif known != kept:
                 with suppress(OSError):  # a cache
                     kept_in.parent.mkdir(parents=True, exist_ok=True)
                     replace_text(kept_in, json.dumps(known))
@@ -310,13 +317,14 @@ class Corpus:
         name = str(file.absolute())
         try:
             stat = file.stat()
-            state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+            self._hashed[name] = state = _size_and_times(stat)
             match known.get(name):
                 case [before, str(digest)] if before == state:
                     return f"{stat.st_size:,} bytes, xxh3_128 {digest}"
             is_fresh = time.time() - max(state[1:]) / 1e9 < FRESH_SECONDS
             if stat.st_size >= LARGE_FILE:
-                print(f"{file}: hashing {size_in_words(stat.st_size)}, once", flush=True)
+                size = size_in_words(stat.st_size)
+                print(printable(f"{file}: hashing {size}, once"), flush=True)
             digest = file_hash(file, self._check_stop) or "of no file"
         except OSError as error:  # such as a link to a file that is gone
             raise CocaError(
@@ -403,6 +411,17 @@ class Corpus:
         if self.data.has_answers:
             Lookups(self.tokenizer)
 
+    def _check_outside_sources(self) -> None:
+        """Raises CocaError if the blocks would become part of a source."""
+        prepared = Path(self.data.prepared).resolve()
+        for source in self._texts.values():
+            directory = Path(source.path)
+            if directory.is_dir() and prepared.is_relative_to(directory.resolve()):
+                raise CocaError(
+                    f"data.prepared: got {self.data.prepared} inside the source {source.path}, which "
+                    "would then have other files than text; choose another"
+                )
+
     def prepare(self, num_blocks: int) -> Blocks:
         """Write what is missing of the first `num_blocks` blocks, all of them if any is damaged.
 
@@ -431,11 +450,25 @@ class Corpus:
         """Raises CocaError, and drops the blocks, if a file has changed since it was hashed."""
         for before, now in zip(self.files, self._contents(), strict=True):
             if changed := [name for name in now | before if now.get(name) != before.get(name)]:
-                (self.directory / "state.json").unlink()
+                (self.directory / "state.json").unlink(missing_ok=True)
+                self._hashed = {}
                 raise CocaError(
                     f"{changed[0]}: changed while its blocks were prepared; run the same command "
                     f"again, in another --out if this one has begun"
                 )
+
+    def _is_untouched(self) -> bool:
+        """Whether the local files have the sizes and times that they had when they were hashed."""
+        paths = [source.path for source in self._texts.values()]
+        try:
+            found = {
+                str(file.absolute()): _size_and_times(file.stat())
+                for path in paths
+                for file in local_files(path)
+            }
+        except (CocaError, OSError):
+            return False
+        return found == self._hashed
 
     def _write(self, num_blocks: int) -> None:
         commits = self.pin_()
@@ -462,6 +495,10 @@ class Corpus:
             drawn: list[tuple[int, int]] = []
 
             def save() -> None:
+                # A preparation that ends here, and continues once a file has its text again, would
+                # go on from blocks of another text
+                if not self._is_untouched():
+                    self._check_unchanged()
                 rows["order"].append(np.array(drawn, dtype="uint32").reshape(-1, 2))
                 drawn.clear()
                 for of_file in rows.values():
@@ -482,8 +519,12 @@ class Corpus:
                     drawn.append(row)
                     if len(drawn) * self.data.seq_len >= STATE_TOKENS:
                         save()
-            except (CocaError, Stopped):
+            except CocaError:
                 save()
+                raise
+            except Stopped:
+                if self._is_untouched():  # to hash files takes too long now
+                    save()
                 raise
             save()
 
@@ -615,11 +656,26 @@ class Corpus:
         )
 
 
-def _kept_hashes(file: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
+def _size_and_times(stat: os.stat_result) -> list[int]:
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+def _kept_hashes(file: Path) -> dict[str, Any] | None:
+    """What `files.json` keeps; {} if it is not there, None if the file is not one of ours."""
+    try:
         kept = json.loads(file.read_text(encoding="utf-8"))
-        return kept if isinstance(kept, dict) else {}
-    return {}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError):
+        return None
+    if not isinstance(kept, dict):
+        return None
+    for known in kept.values():
+        match known:
+            case [[int(), int(), int()], str()]:
+                continue
+        return None
+    return kept
 
 
 def _read_state(directory: Path) -> dict[str, Any]:
@@ -648,6 +704,16 @@ def _name_large(where: str, characters: int) -> None:
         f"{where}: got a document of {characters:,} characters; it is trained on; if it is not "
         "text, remove it",
         file=sys.stderr,
+        flush=True,
+    )
+
+
+@functools.cache
+def _name_foreign(file: Path) -> None:
+    """Say once why the hashes of files are not kept."""
+    print(
+        f"{file}: does not hold hashes of files, so it is left as it is, and files are hashed at "
+        "every start; move it, or choose another data.prepared",
         flush=True,
     )
 

@@ -144,7 +144,7 @@ def test_what_no_row_could_hold_is_refused_before_the_model_is_read(coca_eval, o
     """A name with the byte 0x80, as the system gives it, and a directory without permission."""
     code, _, stderr = coca_eval(f"passkey ./nowhere --lengths 320 --out {out} --name a\udc80")
     assert code == 2
-    assert "got a name that is not UTF-8, which no row can hold; rename it" in stderr
+    assert "got a name that is not UTF-8, which no result can hold; rename it" in stderr
     monkeypatch.setattr(os, "access", lambda path, mode: path != out.parent)
     code, _, stderr = coca_eval(f"passkey ./nowhere --lengths 320 --out {out}")
     remedy = f"nothing can be written in {out.parent}; choose another directory"

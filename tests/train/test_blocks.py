@@ -143,6 +143,16 @@ def test_blocks_say_how_far_their_sources_are_read(corpus, words, digits):
     assert corpus().prepare(400).read_of_sources() == whole
 
 
+def test_a_file_whose_name_is_not_utf8_is_named_in_words_that_any_terminal_prints(
+    corpus, sources, texts, tmp_path
+):
+    for file in (texts / "words").iterdir():
+        os.link(file, f"{tmp_path}/\udce9\n{file.name}")  # a byte of another encoding
+    sources[0] = Source(path=f"{tmp_path}/*.txt", weight=3)
+    [line, _] = corpus().prepare(5).read_of_sources()
+    assert r"blocks of documents 1 to 2 (\udce9\n1.txt); what" in line.encode().decode()
+
+
 def test_another_seed_length_weight_or_text_has_another_directory(
     corpus, sources, tiny_tokenizer, texts, tmp_path
 ):
@@ -206,6 +216,18 @@ def test_a_file_is_hashed_once_and_again_after_a_change(corpus, texts, monkeypat
     assert corpus().directory == prepared
 
 
+@pytest.mark.parametrize("mine", ['{"my": ["files"]}', '[{"text": "mine"}]', '{"text": 1}\n{}'])
+def test_a_file_of_ones_own_with_the_name_of_the_kept_hashes_is_kept(
+    corpus, plain, monkeypatch, capsys, mine
+):
+    monkeypatch.setattr(data, "FRESH_SECONDS", 0)
+    file = corpus().directory.parent / "files.json"
+    file.write_text(mine)
+    assert tokens_of(corpus().prepare(60)) == plain[:60]
+    assert file.read_text() == mine
+    assert "files.json: does not hold hashes of files" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("directory", "name"), [(".", "digits.jsonl"), ("words", "5.txt")])
 def test_a_file_that_changes_or_appears_while_its_blocks_are_prepared_leaves_none(
     corpus, texts, plain, directory, name
@@ -224,6 +246,52 @@ def test_a_file_that_changes_or_appears_while_its_blocks_are_prepared_leaves_non
     (texts / "digits.jsonl").write_text(before)
     assert not corpus().has(1)
     assert tokens_of(corpus().prepare(60)) == plain[:60]
+
+
+@pytest.mark.parametrize("prepared", [".", "prepared"])
+def test_blocks_are_refused_inside_a_source_and_nothing_is_made_there(
+    corpus, sources, texts, tmp_path, prepared, monkeypatch
+):
+    monkeypatch.setattr(data, "FRESH_SECONDS", 0)
+    shutil.copytree(texts / "words", tmp_path / "words")
+    sources[0] = Source(path=str(tmp_path / "words"), weight=3)
+    files = [*(tmp_path / "words").rglob("*")]
+    inside = corpus(tmp_path / "words" / prepared)
+    for work in (inside.pin_, inside.check, lambda: inside.prepare(5)):
+        with pytest.raises(CocaError, match=r"data\.prepared: got .*words.* inside the source "):
+            work()
+    assert [*(tmp_path / "words").rglob("*")] == files
+
+
+@pytest.mark.parametrize("ends", ["stopped", "killed"])
+def test_text_that_was_another_for_a_while_leaves_none_of_it_in_the_blocks(
+    corpus, texts, plain, monkeypatch, ends
+):
+    file, begun = texts / "digits.jsonl", []
+    before = file.read_text()
+
+    def stop():
+        if begun and ends == "stopped" and len(begun.append(1) or begun) > 400:
+            raise Stopped("SIGTERM")
+
+    def replace_text(path, text):
+        plain_replace(path, text)
+        if ends == "killed" and begun and path.name == "state.json":
+            raise KeyboardInterrupt  # which, like a kill, saves nothing
+
+    plain_replace = data.replace_text
+    monkeypatch.setattr(data, "replace_text", replace_text)
+    stopping = corpus(check_stop=stop)
+    assert stopping.files
+    try:
+        file.write_text(before[: before.index("\n") + 1])
+        begun.append(1)
+        with pytest.raises((CocaError, Stopped, KeyboardInterrupt)):
+            stopping.prepare(10_000)
+    finally:
+        file.write_text(before)
+    begun.clear()
+    assert tokens_of(corpus().prepare(60))[:60] == plain[:60]
 
 
 def test_the_directory_of_blocks_does_not_depend_on_that_of_the_tokenizer(

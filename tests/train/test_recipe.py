@@ -240,6 +240,15 @@ def test_a_typo_ends_the_command_with_code_2_and_makes_nothing(
     assert not (tmp_path / "out").exists()
 
 
+def test_an_out_that_is_not_utf8_ends_the_command_with_code_2_and_makes_nothing(
+    recipe_path, tmp_path, coca_train, capsys
+):
+    out = tmp_path / "\udce9"  # a byte of another encoding
+    assert coca_train(recipe_path, "--out", out) == 2
+    assert "got a name that is not UTF-8" in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_valid_yaml_brings_no_warnings_of_several_lines(tmp_path, recwarn):
     for text in ("a: &x 1\nb: &x 2", "%YAML 1.1\n---\na: 1e-4"):
         (tmp_path / "r.yaml").write_text(text)
