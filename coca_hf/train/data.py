@@ -9,7 +9,7 @@ The blocks and their order are therefore fixed by sources, tokenizer, `seq_len`,
 held-out blocks. A preparation that continues repeats all draws, and tokenises only what is not on
 disk yet.
 
-    PREPARED/files.json           size, times of change and xxh3_128 of every local file, by path
+    PREPARED/coca-files.json      size, times of change and xxh3_128 of every local file, by path
     PREPARED/KEY/made-of.json     what the blocks are made of; KEY is its hash
     PREPARED/KEY/source-0.bin …   the blocks of each source in the order of its documents, 2 or 4
                                   bytes a token
@@ -288,9 +288,9 @@ class Corpus:
         the blocks would become part of a source.
         """
         self._check_outside_sources()
-        kept_in, contents = Path(self.data.prepared) / "files.json", []
+        kept_in, contents = Path(self.data.prepared) / "coca-files.json", []
         kept = _kept_hashes(kept_in)
-        known = dict(kept or {})
+        known = dict(kept)
         self._hashed = {}
         try:
             for source in self.data.sources:
@@ -302,9 +302,7 @@ class Corpus:
                 described = [self._described(file, known) for file in files]
                 contents.append(dict(zip(names_of(files), described, strict=True)))
         finally:
-            if kept is None:
-                _name_foreign(kept_in)
-            elif known != kept:
+            if known != kept:
                 with suppress(OSError):  # a cache
                     kept_in.parent.mkdir(parents=True, exist_ok=True)
                     replace_text(kept_in, json.dumps(known))
@@ -660,22 +658,11 @@ def _size_and_times(stat: os.stat_result) -> list[int]:
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
-def _kept_hashes(file: Path) -> dict[str, Any] | None:
-    """What `files.json` keeps; {} if it is not there, None if the file is not one of ours."""
-    try:
+def _kept_hashes(file: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
         kept = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, ValueError):
-        return None
-    if not isinstance(kept, dict):
-        return None
-    for known in kept.values():
-        match known:
-            case [[int(), int(), int()], str()]:
-                continue
-        return None
-    return kept
+        return kept if isinstance(kept, dict) else {}
+    return {}
 
 
 def _read_state(directory: Path) -> dict[str, Any]:
@@ -704,16 +691,6 @@ def _name_large(where: str, characters: int) -> None:
         f"{where}: got a document of {characters:,} characters; it is trained on; if it is not "
         "text, remove it",
         file=sys.stderr,
-        flush=True,
-    )
-
-
-@functools.cache
-def _name_foreign(file: Path) -> None:
-    """Say once why the hashes of files are not kept."""
-    print(
-        f"{file}: does not hold hashes of files, so it is left as it is, and files are hashed at "
-        "every start; move it, or choose another data.prepared",
         flush=True,
     )
 

@@ -339,7 +339,7 @@ def test_blocks_inside_out_do_not_count_as_a_run(recipe_path, out, prepared, tmp
     recipe = load_recipe(recipe_path, [f"data.prepared={prepared}"])
     recipe_path.unlink()
     (tmp_path / prepared).mkdir(parents=True)
-    (tmp_path / prepared / "files.json").write_text("{}")
+    (tmp_path / prepared / "coca-files.json").write_text("{}")
     check_out(recipe, Path(out), resume=False)
     begin_out(Path(out), recipe, {})
     assert (tmp_path / out / "recipe.yaml").is_file()
