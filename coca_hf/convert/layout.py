@@ -201,19 +201,19 @@ def check_tensors(
         _check_released(config, family, where)
     targets = list(_targets(config, shapes, family, released, where))
     expected = source_shapes(targets, config)
+    causal_lm = family.causal_lm if family else family_of(config).coca_causal_lm
+    plain = causal_lm.__name__.replace("ForCausalLM", head_of(config.architectures))
     missing = [name for name in expected if name not in shapes]
     if missing:
-        raise CocaError(
-            f"{where}: tensor {missing[0]} is missing{_and_more(missing)}; is the checkpoint "
-            "complete?"
-        )
+        rest = missing[0].partition(".")[2]  # of a model with another head or none
+        other = next((name for name in shapes if rest in (name, name.partition(".")[2])), None)
+        found = f"got {other}, expected a plain {plain}" if other else "is the checkpoint complete?"
+        raise CocaError(f"{where}: tensor {missing[0]} is missing{_and_more(missing)}; {found}")
     unknown = [name for name in shapes if name not in expected and not is_derived(name, config)]
     if unknown:
-        head = head_of(config.architectures)
-        plain = (family.causal_lm if family else family_of(config).coca_causal_lm).__name__
         raise CocaError(
             f"{where}: tensor {unknown[0]} is not understood{_and_more(unknown)}; expected a plain "
-            f"{plain.replace('ForCausalLM', head)}"
+            f"{plain}"
         )
     for name, shape in expected.items():
         if shapes[name] != shape:

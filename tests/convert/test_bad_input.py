@@ -26,6 +26,12 @@ def tensors(change):
     return lambda directory: edit_weights(directory, change)
 
 
+def without_prefix(weights):
+    """The names of a LlamaModel, which has no head."""
+    for name in [*weights]:
+        weights[name.removeprefix("model.")] = weights.pop(name)
+
+
 def file(name, change):
     """A damage: `change` edits the bytes of a file."""
     return lambda directory: (directory / name).write_bytes(change((directory / name).read_bytes()))
@@ -88,7 +94,11 @@ DAMAGE = {
     "got safetensors without model.safetensors.index.json (model-00001-of-00002.safetensors)": (
         renamed("model-00001-of-00002.safetensors")
     ),
-    f"tensor {K0} is missing": tensors(lambda w: w.pop(K0)),
+    f"tensor {K0} is missing; is the checkpoint complete?": tensors(lambda w: w.pop(K0)),
+    "is missing; got score.weight, expected a plain LlamaForCausalLM": (
+        tensors(lambda w: w.update({"score.weight": w.pop("lm_head.weight")}))
+    ),
+    "got embed_tokens.weight, expected a plain LlamaForCausalLM": tensors(without_prefix),
     "tensor extra is not understood": tensors(lambda w: w.update(extra=torch.ones(2))),
     f"{Q1} has shape (3, 5), expec": tensors(lambda w: w.update({Q1: torch.ones(3, 5)})),
     "layer 0: queries or keys are zero,": tensors(lambda w: w[K0].zero_()),
