@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from matplotlib.ticker import MaxNLocator
-from pydantic import AliasChoices, AliasPath, BaseModel, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, Field, ValidationError
 
 from coca_hf.errors import CocaError
 from coca_hf.page import Curve, Figure, Fold, Grid, Key, Part, Plot, Section, Text
@@ -52,10 +52,14 @@ class Record(BaseModel):
     date: str
 
 
-class Conversion(BaseModel):
-    """The field of conversion.json that the page uses."""
+class Calibration(BaseModel):
+    seconds: float
 
-    seconds: float = Field(0.0, validation_alias=AliasPath("calibration", "seconds"))
+
+class Conversion(BaseModel):
+    """The fields of conversion.json that the page uses."""
+
+    calibration: Calibration | None = None
 
 
 class Line(BaseModel):
@@ -110,7 +114,8 @@ def read_recovery(out_dir: Path) -> Recovery | None:
     stages, seconds = [], 0.0
     for place, (_, directory) in enumerate(numbered):
         if place == 0 and (directory / CONVERSION).is_file():
-            seconds = _read_record(directory / CONVERSION, Conversion).seconds
+            calibration = _read_record(directory / CONVERSION, Conversion).calibration
+            seconds = calibration.seconds if calibration else 0.0
         stages.append(_read_stage(directory, seconds))
         seconds += stages[-1].record.seconds if stages[-1].record else 0.0
     return Recovery(out_dir.name, stages)

@@ -132,9 +132,10 @@ def test_against_seconds_the_calibration_and_the_stages_before_count(out):
     lines = {name: [x for x, _ in points] for name, points in curves_of(figure)[1].items()}
     assert lines["run, held out"] == [300, 320, 360, 380, 420]
     assert lines["run, training"] == [310, 370, 430]
-    (out / "1-k/conversion.json").write_text("{")
-    with pytest.raises(CocaError, match=r"1-k/conversion\.json: got no record"):
-        read_recovery(out)
+    for damaged in ("{", '{"calibration": {"tokens": 1}}'):
+        (out / "1-k/conversion.json").write_text(damaged)
+        with pytest.raises(CocaError, match=r"1-k/conversion\.json: got no record"):
+            read_recovery(out)
 
 
 def test_without_held_out_blocks_there_is_the_loss_in_training_alone(out):
