@@ -517,11 +517,8 @@ class Corpus:
                     drawn.append(row)
                     if len(drawn) * self.data.seq_len >= STATE_TOKENS:
                         save()
-            except CocaError:
-                save()
-                raise
-            except Stopped:
-                if self._is_untouched():  # to hash files takes too long now
+            except (CocaError, Stopped):
+                if self._is_untouched():  # to hash files again takes too long after a signal
                     save()
                 raise
             save()
