@@ -327,7 +327,9 @@ def _print_sizes(facts: dict) -> None:
     parameters, cache = facts["parameters"], facts["kv_cache_bytes_per_token"]
     _line("parameters", f"{parameters['before']:,} before, {parameters['after']:,} after")
     before, after = f"{cache['before']:,}", f"{cache['after']:,}"
-    _line("key/value cache", f"{before} bytes per token before, {after} after")
+    windows = facts["kv_cache_bytes_of_windows"]
+    more = f", and {windows:,} for sliding windows" if windows else ""
+    _line("key/value cache", f"{before} bytes per token before, {after} after{more}")
 
 
 def _print_attention(facts: dict) -> None:

@@ -465,3 +465,23 @@ def _check_positions(config: CocaConfig, family: Family, where: str) -> None:
             f"{where}: layer type {unknown[0]!r} is not supported with CoCA; supported: "
             f"{', '.join(MASKS)}"
         )
+
+
+def cache_numbers(config: PreTrainedConfig) -> dict[str, int]:
+    """Numbers in the half-width cache of one sequence (models/cache.py): `growing` per token, of
+    which keys and values of full width would have `standard`, and `fixed` for sliding windows.
+    """
+    is_coca = isinstance(config, CocaConfig)
+    d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    full = 2 * d * (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    numbers = {"growing": 0, "fixed": 0, "standard": 0}
+    for layer, kind in enumerate(layer_types(config)):
+        width = full * 3 // 4 if is_coca and layer not in config.coca_kept_layers else full
+        if kind == "sliding_attention":
+            numbers["fixed"] += config.sliding_window * width
+        else:
+            numbers["growing"] += width
+            numbers["standard"] += full
+    if is_coca:
+        numbers["growing"] += config.kinds_of_angles() * d  # cos and sin of a position
+    return numbers

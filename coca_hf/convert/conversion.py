@@ -20,7 +20,7 @@ from coca_hf.convert import preflight
 from coca_hf.convert.adapter import Adapter
 from coca_hf.convert.calibration import Calibration, Report
 from coca_hf.convert.calibration_text import reach
-from coca_hf.convert.config import Form, check_kept_window, coca_class
+from coca_hf.convert.config import Form, cache_numbers, check_kept_window, coca_class
 from coca_hf.convert.initialise import RULE
 from coca_hf.convert.layout import Layout, source_shapes
 from coca_hf.convert.source import open_source
@@ -346,33 +346,32 @@ def _initialisation(layout: Layout, finished: Collection[FinishedShard]) -> dict
 
 
 def _summary(layout: Layout) -> dict:
-    """Parameters, the fraction that each of the paper's stages trains, and cache bytes per token.
-
-    The cache is the half-width one of `models/cache.py`, which a CoCA source has, too.
+    """Parameters, the fraction that each of the paper's stages trains, and bytes of the cache: per
+    token before and after, and of the sliding windows that follow.
     """
-    before = source_shapes(layout.targets, layout.config).values()
+    source = source_shapes(layout.targets, layout.config).values()
     after = {target.name: math.prod(target.shape) for target in layout.targets}
     total = sum(after.values())
 
     def fraction(*modules: str) -> float:
         return sum(count for name, count in after.items() if name.split(".")[-2] in modules) / total
 
-    d, itemsize = layout.config.head_dim, layout.config.dtype.itemsize
-    layers, width = layout.config.num_hidden_layers, layout.config.num_key_value_heads * d
-    # keys (half of them in CoCA's layers), values, and angles that layers share
-    halves = 3 * layers + len(layout.config.coca_kept_layers)
-    cache = (halves * width // 2 + layout.config.kinds_of_angles() * d) * itemsize
+    config, itemsize = layout.config, layout.config.dtype.itemsize
+    cache = cache_numbers(config)
+    unlimited = type(config).from_dict(config.to_dict() | {"coca_kept_window": None})
+    before = cache["growing"] if layout.from_coca else cache_numbers(unlimited)["standard"]
     return {
-        "parameters": {"before": sum(map(math.prod, before)), "after": total},
+        "parameters": {"before": sum(map(math.prod, source)), "after": total},
         "trainable_fraction": {
             "k": fraction("t_proj"),
             "qkv": fraction("q_proj", "k_proj", "t_proj", "v_proj"),
             "full": 1.0,
         },
         "kv_cache_bytes_per_token": {
-            "before": cache if layout.from_coca else 2 * layers * width * itemsize,
-            "after": cache,
+            "before": before * itemsize,
+            "after": cache["growing"] * itemsize,
         },
+        "kv_cache_bytes_of_windows": cache["fixed"] * itemsize,
     }
 
 

@@ -12,11 +12,10 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from coca_hf.card import content_in_words, kept_in_words
-from coca_hf.convert.config import FAMILIES, check_not_quantized
+from coca_hf.convert.config import FAMILIES, cache_numbers, check_not_quantized
 from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.loaded_model import trained_length
 from coca_hf.models.alibi import AlibiLlamaConfig
-from coca_hf.models.attention import layer_types
 from coca_hf.models.decoder import CocaConfig
 from coca_hf.weights import (
     FLOATS,
@@ -59,7 +58,7 @@ def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict
     parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
     weight_bytes = parameters * BYTES[dtype]  # as transformers loads them, not as they are stored
     _check_layers(directory, config, tensors)
-    numbers = _cache_numbers(config)
+    numbers = cache_numbers(config)
     is_coca = isinstance(config, CocaConfig)
     facts: dict[str, Any] = {
         "checkpoint": str(directory),
@@ -163,26 +162,6 @@ def _dtype(config: PreTrainedConfig, tensors: dict[str, StoredTensor]) -> str:
             stored[tensor.dtype] += tensor.num_bytes
         name = STORED.get(max(stored, key=lambda dtype: stored[dtype], default=""), "float32")
     return name if name in BYTES else "float32"
-
-
-def _cache_numbers(config: PreTrainedConfig) -> dict[str, int]:
-    """Numbers in the cache of one sequence: `growing` and `standard` per token, `fixed` for sliding
-    windows.
-    """
-    is_coca = isinstance(config, CocaConfig)
-    d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    full = 2 * d * (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    numbers = {"growing": 0, "fixed": 0, "standard": 0}
-    for layer, kind in enumerate(layer_types(config)):
-        width = full * 3 // 4 if is_coca and layer not in config.coca_kept_layers else full
-        if kind == "sliding_attention":
-            numbers["fixed"] += config.sliding_window * width
-        else:
-            numbers["growing"] += width
-            numbers["standard"] += full
-    if is_coca:
-        numbers["growing"] += config.kinds_of_angles() * d  # cos and sin of a position
-    return numbers
 
 
 def _check_layers(

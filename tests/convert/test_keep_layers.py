@@ -56,9 +56,9 @@ def test_inspect_and_record_state_the_bytes_of_the_cache(converted, case, kept, 
     cache = model(tokens(1, 5), use_cache=True).past_key_values
     held = sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
     assert facts["kv_bytes_per_token"] + facts["kv_bytes_fixed"] // 7 == held // 5
-    if not facts["kv_bytes_fixed"]:
-        assert record["kv_cache_bytes_per_token"]["after"] == facts["kv_bytes_per_token"]
-        assert record["kv_cache_bytes_per_token"]["before"] == facts["kv_bytes_per_token_standard"]
+    before_and_after = facts["kv_bytes_per_token_standard"], facts["kv_bytes_per_token"]
+    assert tuple(record["kv_cache_bytes_per_token"].values()) == before_and_after
+    assert record["kv_cache_bytes_of_windows"] == facts["kv_bytes_fixed"]
     assert facts["kept_layers"] == kept
     assert ("CoCA, slack; the original's in layers 0, 2" in describe(facts)) == bool(kept)
 
@@ -251,13 +251,16 @@ def test_kept_layers_get_a_window_and_everything_tells_of_it(
     dst, options = tmp_path / "dst", ("--keep-layers", "1,", "--keep-window", "6")
     printed = converts(tiny_llama_dir, dst, *options)
     assert "original attention    kept in layers 1, over the last 6 tokens" in printed
-    assert record_of(dst)["kept_window"] == 6
+    record = record_of(dst)
+    assert record["kept_window"] == 6
     card = (dst / "README.md").read_text()
     assert "in place of its own in all layers but 1, made with" in card
     assert "- original attention: layers 1, over the last 6 tokens" in card
     facts = inspect_checkpoint(dst)
     assert "the original's in layers 1, over the last 6 tokens" in describe(facts)
-    assert facts["kv_bytes_fixed"] > 0
+    assert record["kv_cache_bytes_of_windows"] == facts["kv_bytes_fixed"] > 0
+    of_two_layers = facts["kv_bytes_per_token_standard"]  # the third has the window
+    assert record["kv_cache_bytes_per_token"]["before"] == of_two_layers // 2 * 3
     model = AutoModelForCausalLM.from_pretrained(dst)
     assert model.config.layer_types[:3] == ["full_attention", "sliding_attention", "full_attention"]
 
