@@ -140,7 +140,7 @@ class LoadedFile:
         }
 
     def read(self, name: str) -> Tensor:
-        return self._tensors[name].detach().contiguous()
+        return self._tensors[name].detach().resolve_neg().contiguous()
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         yield from self.read(name).flatten().view(torch.uint8).split(BLOCK_BYTES)

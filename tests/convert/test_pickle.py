@@ -128,9 +128,16 @@ def test_a_damaged_file_and_an_absent_shard_are_one_line(source, tensors, tmp_pa
     assert not (tmp_path / "dst").exists()
 
 
-def test_a_tensor_that_was_saved_transposed_is_the_same(source, tensors, tmp_path, tiny_llama_dir):
+@pytest.mark.parametrize(
+    "view",
+    [lambda w: w.T.contiguous().T, lambda w: torch._neg_view(-w)],
+    ids=["transposed", "negated"],
+)
+def test_a_tensor_that_was_saved_as_a_view_is_the_same(
+    view, source, tensors, tmp_path, tiny_llama_dir
+):
     q = "model.layers.0.self_attn.q_proj.weight"
-    save_single(source, tensors | {q: tensors[q].T.contiguous().T})
+    save_single(source, tensors | {q: view(tensors[q])})
     convert_checkpoint(source, tmp_path / "dst", allow_pickle=True)
     convert_checkpoint(tiny_llama_dir, tmp_path / "expected")
     name = "model.safetensors"
