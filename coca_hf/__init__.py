@@ -7,7 +7,7 @@ from importlib.metadata import version
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils.versions import require_version
 
-SUPPORTED_TRANSFORMERS = "transformers>=5.17,<5.24"
+SUPPORTED_TRANSFORMERS = "transformers>=5.17,<5.25"
 
 require_version(SUPPORTED_TRANSFORMERS, f"coca_hf: pip install '{SUPPORTED_TRANSFORMERS}'")
 

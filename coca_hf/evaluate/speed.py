@@ -33,6 +33,7 @@ from coca_hf.evaluate.perplexity import only_last
 from coca_hf.evaluate.progress import Progress
 from coca_hf.evaluate.rows import Count, Identity, Positive, Row, Run, Setting, about_model
 from coca_hf.evaluate.tables import NBSP, Measurement, Table, each_table
+from coca_hf.models.attention import CACHE
 from coca_hf.page import Fold, Grid, Part
 from coca_hf.provenance import now
 
@@ -222,14 +223,14 @@ def _step(model: Any, mode: str, length: int, batch_size: int) -> Step:
     if mode == "prefill":
         return Step(torch.inference_mode()(lambda: model(input_ids=ids, use_cache=False, **last)))
     with torch.inference_mode():
-        cache = getattr(model(input_ids=ids, use_cache=True, **last), "past_key_values", None)
+        cache = getattr(model(input_ids=ids, use_cache=True, **last), CACHE, None)
     if cache is None:
         problem = f"got {type(model).__name__}, which keeps no keys and values of earlier tokens"
         raise CocaError(f"--modes decode: {problem}; leave it out")
 
     @torch.inference_mode()
     def decode() -> None:
-        model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True, **last)
+        model(input_ids=ids[:, -1:], use_cache=True, **{CACHE: cache}, **last)
 
     return Step(
         decode,

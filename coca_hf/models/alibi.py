@@ -19,6 +19,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
+from .attention import CACHE
+
 
 def alibi_slopes(num_heads: int) -> Tensor:
     """The slope of every head, (h,), float32: 2^(-8/h), 2^(-16/h), ... for a power of two.
@@ -114,24 +116,25 @@ class AlibiLlamaModel(AlibiLlamaPreTrainedModel, LlamaModel):
         """As `LlamaModel.forward`, which uses a four-dimensional mask unchanged: here, the one with
         the bias.
         """
+        cache = kwargs.pop(CACHE, past_key_values)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
             position_ids=position_ids,
             allow_is_causal_skip=False,
+            **{CACHE: cache},
         )
-        past_len = past_key_values.get_seq_length() if past_key_values is not None else 0
+        past_len = cache.get_seq_length() if cache is not None else 0
         return super().forward(
             attention_mask=alibi_mask(
                 mask, past_len, inputs_embeds.dtype, self.config.num_attention_heads
             ),
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
+            **{CACHE: cache},
             **kwargs,
         )
 

@@ -24,16 +24,21 @@ rotate, so there is no angle for CoCA to remove, and their coefficients may have
     content  a(m, n) = sum_j t_j (q_j + q_{j+d/2})
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 # exact in every dtype, as is its square root; 1 / sqrt(d) for the widest heads in use, d = 256
 QUERY_SCALE = 2.0**-4
+# transformers' name of the cache, in arguments and outputs: `past_key_values`, since 5.24 `cache`
+CACHE = dataclasses.fields(BaseModelOutputWithPast)[1].name
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -254,18 +259,19 @@ class CocaAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        past_key_values=None,
+        past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden_states: (b, m, hidden); position_embeddings: cos and sin, each (b, m, j). Returns
-        (b, m, hidden).
+        """hidden_states: (b, m, hidden); position_embeddings: cos and sin, each (b, m, j). The cache
+        may also have the name `CACHE`. Returns (b, m, hidden).
         """
+        cache = kwargs.pop(CACHE, past_key_values)
         leading = hidden_states.shape[:-1]
         q, t, value = self.project(hidden_states)
         cos, sin = (part.unsqueeze(1) for part in position_embeddings)
         query, key = self.rotated(q, t, cos, sin)
-        if past_key_values is not None:
-            key, value = past_key_values.update(
+        if isinstance(cache, Cache):
+            key, value = cache.update(
                 key,
                 value,
                 self.layer_idx,
@@ -274,6 +280,8 @@ class CocaAttention(nn.Module):
                 content=self.content,
                 half_width=self.config._attn_implementation == "coca",
             )
+        elif cache is not None:  # that of continuous batching, which may add to kwargs
+            key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
 
         # vLLM parses this source: it expects one call, to a local assigned from get_interface, with
         # scaling=self.scaling. The cache is for the attention `coca` of coca_hf.kernels, which
@@ -290,7 +298,7 @@ class CocaAttention(nn.Module):
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
-            past_key_values=past_key_values,
+            past_key_values=cache,
             **kwargs,
         )
         return self.o_proj(output.reshape(*leading, -1)), weights

@@ -37,7 +37,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import CocaAttention, ContentPairs, KeptAttention, layer_types
+from .attention import CACHE, CocaAttention, ContentPairs, KeptAttention, layer_types
 from .cache import CocaCache, CocaStaticCache
 from .hub import PushesItsCard
 from .rotary import (
@@ -354,7 +354,8 @@ class CocaModel(CocaPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """As `LlamaModel.forward`, with two more arguments.
 
-        rope_length: the total length that fixes the angles of dynamic NTK and longrope. A cache
+        The cache may also have the name `CACHE`. rope_length: the total length that fixes the
+        angles of dynamic NTK and longrope. A cache
         keeps the `rope_length` that it began with. left_padding: (b,), the padding on the left of
         each row, which does not count towards its length; by default it is counted from a 2-d mask.
 
@@ -371,23 +372,22 @@ class CocaModel(CocaPreTrainedModel):
             )
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        if use_cache and past_key_values is None:
-            past_key_values = CocaCache(self.config)
-        if past_key_values is not None and self.rotary_emb.rope_type in LENGTH_DEPENDENT_ROPE_TYPES:
+        cache = kwargs.pop(CACHE, past_key_values)
+        if use_cache and cache is None:
+            cache = CocaCache(self.config)
+        if cache is not None and self.rotary_emb.rope_type in LENGTH_DEPENDENT_ROPE_TYPES:
             new_len = inputs_embeds.shape[1] if position_ids is None else None
-            rope_length = planned_length(
-                past_key_values, rope_length, new_len, unscaled_len(self.config)
-            )
+            rope_length = planned_length(cache, rope_length, new_len, unscaled_len(self.config))
         own_length: Tensor | int | None = rope_length
         if rope_length is not None:
             own_length = rope_length - (
                 padding_on_the_left(attention_mask) if left_padding is None else left_padding
             )
         if position_ids is None:
-            past_len = past_key_values.get_seq_length() if past_key_values is not None else 0
+            past_len = cache.get_seq_length() if cache is not None else 0
             position_ids = positions(inputs_embeds, attention_mask, past_len)
 
-        masks = self.causal_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
+        masks = self.causal_masks(inputs_embeds, attention_mask, cache, position_ids)
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids, own_length)
         hidden_states = self.before_layers(inputs_embeds)
         kinds = layer_types(self.config)
@@ -397,13 +397,11 @@ class CocaModel(CocaPreTrainedModel):
                 attention_mask=masks[kinds[i]],
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
                 use_cache=use_cache,
+                **{CACHE: cache},
                 **kwargs,
             )
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values
-        )
+        return BaseModelOutputWithPast(self.norm(hidden_states), cache)
 
     def before_layers(self, inputs_embeds: Tensor) -> Tensor:
         """What a family does to the embeddings, (b, m, hidden); nothing by default."""
@@ -413,7 +411,7 @@ class CocaModel(CocaPreTrainedModel):
         self,
         inputs_embeds: Tensor,
         attention_mask: Tensor | dict[str, Tensor] | None,
-        past_key_values: Cache | None,
+        cache: Cache | None,
         position_ids: Tensor,
     ) -> dict[str, Tensor]:
         """The mask of every kind of layer that the model has; `generate` may have prepared them."""
@@ -423,7 +421,7 @@ class CocaModel(CocaPreTrainedModel):
             "config": self.config,
             "inputs_embeds": inputs_embeds,
             "attention_mask": attention_mask,
-            "past_key_values": past_key_values,
+            CACHE: cache,
             "position_ids": position_ids,
         }
         return {kind: MASKS[kind](**arguments) for kind in set(layer_types(self.config))}
@@ -471,14 +469,14 @@ def planned_length(
         return cache.rope_length
     if noted is None:
         raise ValueError(
-            "past_key_values: got keys whose rotary angles were not planned, and this RoPE type "
+            f"{CACHE}: got keys whose rotary angles were not planned, and this RoPE type "
             "has them depend on the total length; start again without the old cache, with "
             "rope_length=(tokens in all) from the first call on"
         )
     wanted = asked if asked is not None else total_len
     if wanted is not None and (asked is not None or wanted > noted):
         raise ValueError(
-            f"past_key_values: got {wanted} tokens in all, but the rotary angles were planned for "
+            f"{CACHE}: got {wanted} tokens in all, but the rotary angles were planned for "
             f"{noted}; start again without the old cache, with rope_length={wanted}"
         )
     return noted
@@ -542,20 +540,18 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
         passed to it, or prompt and new tokens. Raises ValueError if more tokens are asked for than
         were planned, and for a cache without a plan.
         """
-        given = model_kwargs.get("past_key_values")
+        given = model_kwargs.get(CACHE)
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         if type(cache) is DynamicCache and given is None:
-            cache = model_kwargs["past_key_values"] = CocaCache(
-                self.config, offloading=cache.offloading
-            )
+            cache = model_kwargs[CACHE] = CocaCache(self.config, offloading=cache.offloading)
             if generation_config.is_assistant:  # as super does to the cache that this one replaces
                 cache.activate_past_recording()
         fresh = type(cache) is StaticCache and given is None and not cache.is_initialized
         if fresh and not cache.offloading and not any(cache.is_sliding):
-            cache = model_kwargs["past_key_values"] = CocaStaticCache(
+            cache = model_kwargs[CACHE] = CocaStaticCache(
                 self.config, cache.layers[0].max_cache_len
             )
         if self.config.rope_parameters["rope_type"] not in LENGTH_DEPENDENT_ROPE_TYPES:

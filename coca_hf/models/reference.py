@@ -11,7 +11,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import repeat_kv
 
-from .attention import NO_CONTENT, QUERY_SCALE, CocaAttention, ContentPairs, KeptAttention, rotate
+from .attention import (
+    CACHE,
+    NO_CONTENT,
+    QUERY_SCALE,
+    CocaAttention,
+    ContentPairs,
+    KeptAttention,
+    rotate,
+)
 
 
 def coca_scores(
@@ -69,7 +77,7 @@ class ReferenceCocaAttention(CocaAttention):
         past_key_values=None,
         **kwargs,
     ):
-        if past_key_values is not None:
+        if kwargs.get(CACHE, past_key_values) is not None:
             raise ValueError(
                 "ReferenceCocaAttention: got a key/value cache, expected use_cache=False"
             )
