@@ -45,7 +45,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers.generation.streamers import BaseStreamer
 
 from coca_hf.kernels import DECODERS
-from coca_hf.models.attention import coca_key
+from coca_hf.models.attention import CACHE, coca_key
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -204,7 +204,7 @@ def step(length: int, batch: int, options) -> list[dict]:
     ):
         model = make_model(name, options.shape, options.dtype, backend, **fields)
         with torch.inference_mode():
-            cache = model(token, use_cache=True).past_key_values
+            cache = model(token, use_cache=True)[CACHE]
             for layer in cache.layers:
                 layer.keys, layer.values = (
                     torch.randn(
@@ -216,7 +216,7 @@ def step(length: int, batch: int, options) -> list[dict]:
 
         def run(i: int, model=model, cache=cache) -> None:
             with torch.inference_mode():
-                model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                model(token, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
 
         steps[f"{name} {backend}"] = run
     errors = {
@@ -364,8 +364,8 @@ def generate_error(model, dtype: torch.dtype) -> float:
     ids = torch.randint(97, (1, 40), device=DEVICE)
     with torch.no_grad():
         expected = model(ids, use_cache=False, logits_to_keep=1).logits
-        cache = model(ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
-        got = model(ids[:, -1:], past_key_values=cache, logits_to_keep=1).logits
+        cache = model(ids[:, :-1], use_cache=True, logits_to_keep=1)[CACHE]
+        got = model(ids[:, -1:], **{CACHE: cache}, logits_to_keep=1).logits
     return check("decoding", relative_error(got, expected), dtype)
 
 
@@ -377,9 +377,9 @@ def cache_bytes(options) -> dict[str, float]:
     for name in ("LLaMA", "CoCA slack"):
         model = make_model(name, options.shape, options.dtype, num_hidden_layers=2)
         with torch.no_grad():
-            cache = model(
-                torch.zeros(1, 50, dtype=torch.int64, device=DEVICE), use_cache=True
-            ).past_key_values
+            cache = model(torch.zeros(1, 50, dtype=torch.int64, device=DEVICE), use_cache=True)[
+                CACHE
+            ]
         per_layer = [(layer.keys.nbytes + layer.values.nbytes) / 50 for layer in cache.layers]
         # CoCA's last layer holds the angles, for all layers
         counted[f"cache of {name}"] = layers * per_layer[0] + sum(per_layer[2:])

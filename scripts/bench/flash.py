@@ -17,6 +17,8 @@ from measure import DEVICE, check, make_model, relative_error, show, write
 from torch import Tensor
 from transformers.utils import import_utils
 
+from coca_hf.models.attention import CACHE
+
 INSTALLED = {
     "flash_attention_2": import_utils.is_flash_attn_2_available,
     "flash_attention_3": import_utils.is_flash_attn_3_available,
@@ -82,11 +84,11 @@ def decoded(model, ids: Tensor, mask: Tensor) -> Tensor:
     output = model(ids[:, :begun], attention_mask=mask[:, :begun], use_cache=True)
     steps = []
     for end in range(begun + 1, ids.shape[1] + 1):
-        cache = output.past_key_values
+        cache = output[CACHE]
         output = model(
             ids[:, end - 1 : end],
             attention_mask=mask[:, :end],
-            past_key_values=cache,
+            **{CACHE: cache},
             use_cache=True,
         )
         steps.append(output.logits)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from coca_hf import CocaError, convert_checkpoint, patch_
 from coca_hf.convert.calibration import layer_harms, most_harmful
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
-from coca_hf.models.attention import KeptAttention
+from coca_hf.models.attention import CACHE, KeptAttention
 from tests.convert.checkpoints import edit_config, edit_json, record_of, refuses
 from tests.models.families import CASES, EVERY_CASE, WINDOW, stock_model, tokens
 from tests.models.test_golden import write_golden
@@ -53,7 +53,7 @@ def test_inspect_and_record_state_the_bytes_of_the_cache(converted, case, kept, 
     record = convert_checkpoint(converted(case)[0], tmp_path / "dst", **options)
     facts = inspect_checkpoint(tmp_path / "dst")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
-    cache = model(tokens(1, 5), use_cache=True).past_key_values
+    cache = model(tokens(1, 5), use_cache=True)[CACHE]
     held = sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
     assert facts["kv_bytes_per_token"] + facts["kv_bytes_fixed"] // 7 == held // 5
     before_and_after = facts["kv_bytes_per_token_standard"], facts["kv_bytes_per_token"]

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Mistr
 
 from coca_hf import CocaError, convert_checkpoint
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
+from coca_hf.models.attention import CACHE
 from tests.conftest import TINY
 from tests.convert.checkpoints import edit_config, edit_weights
 
@@ -16,7 +17,7 @@ IDS = torch.arange(17)[None]
 
 
 def cache_bytes(model, ids=IDS):
-    cache = model(ids, use_cache=True).past_key_values
+    cache = model(ids, use_cache=True)[CACHE]
     return sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
 
 

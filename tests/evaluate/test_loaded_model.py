@@ -31,6 +31,7 @@ from coca_hf.evaluate.loaded_model import (
     use_rope_,
 )
 from coca_hf.evaluate.rows import about_model
+from coca_hf.models.attention import CACHE
 from tests.convert.checkpoints import edit_config, edit_json, edit_weights
 from tests.convert.test_quantized import quantized_by_bitsandbytes
 
@@ -425,10 +426,10 @@ def test_decoding_with_a_cache_equals_the_full_forward_under_dynamic(directory):
     model, ids = load(directory), tokens(LENGTH)
     use_rope_(model, Rope("dynamic", 3.0), LENGTH)
     expected = logits_of(model, ids)
-    past = model(input_ids=ids[:, :40], use_cache=True).past_key_values
+    past = model(input_ids=ids[:, :40], use_cache=True)[CACHE]
     for end in range(41, LENGTH + 1, 11):
         start = past.get_seq_length()
-        step = model(input_ids=ids[:, start:end], past_key_values=past, use_cache=True).logits
+        step = model(input_ids=ids[:, start:end], **{CACHE: past}, use_cache=True).logits
         assert_close(step, expected[:, start:end])
 
 

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from coca_hf import kernels
 from coca_hf.kernels.decode import decode_attention
-from coca_hf.models.attention import coca_key
+from coca_hf.models.attention import CACHE, coca_key
 from coca_hf.models.cache import CocaCache, CocaStaticCache
 from tests.kernels.conftest import DEVICE, HEAD_DIMS
 from tests.models.families import tiny_model, tokens
@@ -139,7 +139,7 @@ def test_a_model_decodes_with_it_as_near_the_truth_as_with_sdpa(decoded):
         with torch.no_grad():
             for start, end in [(0, 30), *((i, i + 1) for i in range(30, 34))]:
                 chunk, seen = ids[:, start:end].to(DEVICE), mask[:, :end].to(DEVICE)
-                output = each(chunk, attention_mask=seen, past_key_values=cache)
+                output = each(chunk, attention_mask=seen, **{CACHE: cache})
                 logits.append(output.logits[:, -1:])
         error = torch.cat(logits[1:], 1).cpu().double() - truth
         errors[attention] = (error.norm() / truth.norm()).item()
@@ -159,8 +159,8 @@ def test_a_static_cache_decodes_with_it_in_one_graph(decoded, monkeypatch):
     step = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager", dynamic=False)
     got = []
     with torch.no_grad():
-        model(ids[:, :10], past_key_values=cache)
+        model(ids[:, :10], **{CACHE: cache})
         for i in (10, 11):
             position = torch.tensor([[i]], device=DEVICE)
-            got.append(step(ids[:, i : i + 1], position_ids=position, past_key_values=cache).logits)
+            got.append(step(ids[:, i : i + 1], position_ids=position, **{CACHE: cache}).logits)
     assert (torch.cat(got, dim=1) - expected).abs().max() < (1e-4 if DEVICE == "cpu" else 1e-1)

@@ -15,6 +15,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
+from coca_hf.models.attention import CACHE
 from coca_hf.models.cache import ROOM, CocaCache, CocaStaticCache, RoomyLayer
 from tests.models.families import MENDED_CACHES, coca_model, tiny_model, tokens
 
@@ -28,7 +29,7 @@ def test_keys_and_values_take_three_quarters_of_the_bytes(kv_heads):
     model, ids = tiny_model(num_key_value_heads=kv_heads), tokens()
     half, full = CocaCache(model.config), DynamicCache(config=model.config)
     for cache in (half, full):
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
     assert bytes_of(half, 3) == 0.75 * bytes_of(full, 3)
     # k and v, layers, rows, heads, tokens, d, bytes
     assert bytes_of(full, 3) == 2 * 3 * 2 * kv_heads * 23 * 8 * 4
@@ -38,15 +39,15 @@ def test_keys_and_values_take_three_quarters_of_the_bytes(kv_heads):
 
 def test_forward_and_generate_use_it_unless_another_is_asked_for():
     model, ids = tiny_model(), tokens(1, 9)
-    assert isinstance(model(ids, use_cache=True).past_key_values, CocaCache)
+    assert isinstance(model(ids, use_cache=True)[CACHE], CocaCache)
 
     def cache_of(**arguments):
         arguments |= {"max_new_tokens": 3, "return_dict_in_generate": True}
-        return model.generate(ids, **arguments).past_key_values
+        return model.generate(ids, **arguments)[CACHE]
 
     assert isinstance(cache_of(), CocaCache)
     assert isinstance(cache_of(cache_implementation="static"), StaticCache)
-    assert type(cache_of(past_key_values=DynamicCache(config=model.config))) is DynamicCache
+    assert type(cache_of(**{CACHE: DynamicCache(config=model.config)})) is DynamicCache
 
 
 # a half-width cache has its angles from layer 0
@@ -87,7 +88,7 @@ def test_every_way_of_decoding_gives_the_tokens_of_the_standard_cache(mode, kind
         return model.generate(prompt, max_new_tokens=20, **arguments)
 
     plain = {} if {"cache_implementation", "assistant_model"} & mode.keys() else mode
-    expected = generated(past_key_values=DynamicCache(config=model.config), **plain)
+    expected = generated(**{CACHE: DynamicCache(config=model.config)}, **plain)
     model.set_attn_implementation(ATTENTIONS[kind])
     got = generated(**mode)
     assert torch.equal(got, expected)
@@ -119,11 +120,11 @@ def test_what_is_done_to_the_cache_is_done_to_angles_and_keys_of_both_widths(ope
     mask[0, :5] = 0  # so that the rows' angles differ
     (do, rows), logits = OPERATIONS[operation], []
     for cache in (CocaCache(model.config), DynamicCache(config=model.config)):
-        model(ids[:, :16], attention_mask=mask[:, :16], past_key_values=cache)
+        model(ids[:, :16], attention_mask=mask[:, :16], **{CACHE: cache})
         do(cache)
         # after a reset: whether zeros are part of it, transformers' versions differ in
         rest = ids[rows, cache.get_seq_length() :]
-        logits.append(model(rest, attention_mask=mask[rows], past_key_values=cache).logits)
+        logits.append(model(rest, attention_mask=mask[rows], **{CACHE: cache}).logits)
     torch.testing.assert_close(*logits, rtol=0, atol=1e-11)
 
 
@@ -133,12 +134,12 @@ def test_what_is_done_to_the_cache_is_done_to_angles_and_keys_of_both_widths(ope
 def test_a_copy_decodes_with_the_attention_that_the_model_has_later(copied_by):
     model, ids = tiny_model(), tokens(1, 9)
     with torch.no_grad():
-        held = model(ids, use_cache=True).past_key_values
-        expected = model(ids[:, :2], past_key_values=copy.deepcopy(held)).logits
+        held = model(ids, use_cache=True)[CACHE]
+        expected = model(ids[:, :2], **{CACHE: copy.deepcopy(held)}).logits
         model.set_attn_implementation("coca")
         copied = copied_by(held)
         model.set_attn_implementation("eager")
-        logits = model(ids[:, :2], past_key_values=copied).logits
+        logits = model(ids[:, :2], **{CACHE: copied}).logits
     assert copied.layers[0].keys is not held.layers[0].keys
     torch.testing.assert_close(logits, expected)
 
@@ -148,9 +149,9 @@ def test_new_tokens_are_written_behind_the_others_without_copying_them():
     expected = model(ids).logits[:, 20:]
     cache, got, places = CocaCache(model.config), [], set()
     with torch.no_grad():
-        model(ids[:, :20], past_key_values=cache)
+        model(ids[:, :20], **{CACHE: cache})
         for i in range(20, 23):
-            got.append(model(ids[:, i : i + 1], past_key_values=cache).logits)
+            got.append(model(ids[:, i : i + 1], **{CACHE: cache}).logits)
             held = [x for layer in cache.layers for x in (layer.keys, layer.values)]
             places.add(tuple(x.data_ptr() for x in held))
     assert len(places) == 1
@@ -213,12 +214,12 @@ def test_static_cache_decodes_compiled_as_one_graph(kind, fields):
     model, ids = tiny_model(**fields, attn_implementation="sdpa").double(), tokens(1, 10)
     expected = model(ids).logits[:, 8:]
     cache = kind(config=model.config, max_cache_len=16)
-    model(ids[:, :8], past_key_values=cache)
+    model(ids[:, :8], **{CACHE: cache})
     step = torch.compile(copy.deepcopy(model), fullgraph=True, backend="eager", dynamic=False)
     got = []
     for i in (8, 9):
         position = torch.tensor([[i]])
-        got.append(step(ids[:, i : i + 1], position_ids=position, past_key_values=cache).logits)
+        got.append(step(ids[:, i : i + 1], position_ids=position, **{CACHE: cache}).logits)
     assert (torch.cat(got, dim=1) - expected).abs().max() < 1e-11
 
 
@@ -250,8 +251,8 @@ def test_every_device_of_a_model_has_the_angles_of_its_keys(backend, case, make_
     """The device `meta` has no numbers, and refuses those of another device."""
     model = on_two_devices(coca_model(case, "slack", attn_implementation=backend), "meta")
     ids, cache = tokens(2, 9), make_cache(model.config)
-    model(ids, past_key_values=cache)
-    logits = model(ids[:, :1], position_ids=torch.tensor([[9]]), past_key_values=cache).logits
+    model(ids, **{CACHE: cache})
+    logits = model(ids[:, :1], position_ids=torch.tensor([[9]]), **{CACHE: cache}).logits
     assert logits.device.type == "meta"
     assert [device.type for device, _ in cache.angles] == ["cpu", "meta"]
     assert cache.layers[3:] == [*cache.angles.values()]  # what is done to the cache is done to them
@@ -278,7 +279,7 @@ def test_an_offloaded_cache_has_every_layer_back_before_it_is_used(monkeypatch):
     options = greedy | {"cache_implementation": "offloaded", "return_dict_in_generate": True}
     output = model.generate(ids, **options)
     assert torch.equal(output.sequences, expected)
-    assert isinstance(output.past_key_values, CocaCache)
+    assert isinstance(output[CACHE], CocaCache)
     assert len(away) == 2  # all but the one that is used next
 
 
@@ -288,7 +289,7 @@ def test_an_offloaded_cache_on_a_gpu_gives_the_tokens_of_the_standard_one(implem
     model, ids = tiny_model().cuda(), tokens(2, 9).cuda()
     greedy = {"max_new_tokens": 20, "do_sample": False}
     cache = DynamicCache(config=model.config)
-    expected = model.generate(ids, **greedy, past_key_values=cache)
+    expected = model.generate(ids, **greedy, **{CACHE: cache})
     # PyTorch 2.11 crashes where it compiles the streams of a static offloaded cache, LLaMA's too
     options = {"cache_implementation": implementation, "disable_compile": True}
     output = model.generate(ids, **greedy, **options)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache
 
 import coca_hf
-from coca_hf.models.attention import NO_CONTENT, ContentPairs
+from coca_hf.models.attention import CACHE, NO_CONTENT, ContentPairs
 from coca_hf.models.cache import CocaCache, CocaStaticCache
 from coca_hf.models.reference import use_reference_
 from tests.models.families import (
@@ -88,7 +88,7 @@ def test_cached_decoding_with_left_padding_gives_the_tokens_of_no_cache(case, co
     mask = (ids != 0).long()
     options = {"attention_mask": mask, "max_new_tokens": 6}
     cached = model.generate(ids, **options, return_dict_in_generate=True)
-    assert isinstance(cached.past_key_values, CocaCache)
+    assert isinstance(cached[CACHE], CocaCache)
     plain = model.generate(ids, **options, use_cache=False)
     assert torch.equal(cached.sequences, plain)
     alone = model.generate(short, max_new_tokens=6, use_cache=False)
@@ -115,7 +115,7 @@ def test_cached_decoding_in_pieces_equals_the_full_forward_at_every_position(cas
         size = {"max_cache_len": 23} if "Static" in kind.__name__ else {}
         cache = kind(config=model.config, **size)
         cuts = itertools.pairwise((0, 10, 11, 12, 15, 23))
-        pieces = [model(ids[:, a:b], past_key_values=cache).logits for a, b in cuts]
+        pieces = [model(ids[:, a:b], **{CACHE: cache}).logits for a, b in cuts]
         assert (torch.cat(pieces, dim=1) - expected).abs().max() < 1e-5, kind
 
 
@@ -138,7 +138,7 @@ def test_an_assistant_goes_on_beyond_its_window(case):
 def test_the_cache_of_a_window_forgets_what_lies_behind_it(case):
     model = coca_model(case, "slack")
     cache = CocaCache(model.config)
-    model(tokens(1, 40), past_key_values=cache)
+    model(tokens(1, 40), **{CACHE: cache})
     kept = [layer.keys.shape[-2] for layer in cache.layers[:3]]
     kinds = {"mistral-window": "sss", "qwen2-window": "fss", "qwen3-window": "sfs"}[case]
     assert kept == [WINDOW - 1 if kind == "s" else 40 for kind in kinds]

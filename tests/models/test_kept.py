@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from coca_hf import CocaLlamaConfig, patch_
 from coca_hf.errors import CocaError
-from coca_hf.models.attention import KeptAttention
+from coca_hf.models.attention import CACHE, KeptAttention
 from tests.models.families import (
     EVERY_CASE,
     EVERY_CASE_UNDER_ONE_CONSTRAINT,
@@ -187,7 +187,7 @@ def test_decoding_with_a_window_over_kept_layers_is_exact_and_caches_no_more(cas
     out = loaded.generate(prompt, max_new_tokens=12, **LOGITS)
     full = model(out.sequences).logits[:, 8:-1]
     assert (torch.stack(out.logits, dim=1) - full).abs().max() < 1e-4
-    layers = out.past_key_values.layers
+    layers = out[CACHE].layers
     assert [layer.keys.shape[-2] for layer in layers[:3]] == [20, 4, 20]
     head_dim, kept = model.config.head_dim, model.config.coca_kept_layers
     widths = [head_dim if number in kept else head_dim // 2 for number in range(3)]

@@ -18,6 +18,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbeddin
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from coca_hf import CocaGPTNeoXConfig
+from coca_hf.models.attention import CACHE
 from coca_hf.models.cache import CocaCache
 from coca_hf.models.rotary import CocaRotaryEmbedding
 from tests.conftest import TINY
@@ -158,10 +159,10 @@ def test_padded_rows_keep_their_angles_in_a_second_turn(rope):
     short, long = tokens(1, 90)[:, 80:], tokens(1, 90)
     ids, mask = torch.cat((pad(short, (80, 0)), long)), torch.ones(2, 90, dtype=torch.long)
     mask[0, :80] = 0
-    cache = model(ids, attention_mask=mask, rope_length=120, use_cache=True).past_key_values
+    cache = model(ids, attention_mask=mask, rope_length=120, use_cache=True)[CACHE]
     more, mask = tokens(2, 5), pad(mask, (0, 5), value=1)
     mask[0, 92:] = 0  # padded on the right, too: another count of zeros, the same angles
-    logits = model(more, attention_mask=mask, past_key_values=cache).logits
+    logits = model(more, attention_mask=mask, **{CACHE: cache}).logits
     first, second = torch.cat((short, more[:1, :2]), dim=1), torch.cat((long, more[1:]), dim=1)
     expected = model(first, rope_length=40, use_cache=False).logits[:, 10:]
     assert (logits[:1, :2] - expected).abs().max() < 1e-11
@@ -188,7 +189,7 @@ def test_generation_past_the_trained_length_is_the_full_forward(
     cache = model(prompt, rope_length=total, use_cache=True)
     steps = [cache.logits]
     for token in out.sequences[:, prompt_len:-1].split(1, dim=1):
-        steps.append(model(token, past_key_values=cache.past_key_values).logits)
+        steps.append(model(token, **{CACHE: cache[CACHE]}).logits)
     expected = model(out.sequences[:, :-1], rope_length=total).logits
     assert (torch.cat(steps, dim=1) - expected).abs().max() < 1e-11
 
@@ -207,11 +208,11 @@ def test_a_dialogue_within_the_trained_length_needs_no_plan(rope, planned):
     first = model.generate(prompt, max_length=30, rope_length=planned, **LOGITS)
     # generate would not look at tokens of padding, which are among them
     going_on = {"attention_mask": torch.ones_like(first.sequences), "do_sample": False}
-    cache = going_on["past_key_values"] = first.past_key_values
+    cache = going_on[CACHE] = first[CACHE]
     second = model.generate(first.sequences, max_length=64, **going_on)
     assert torch.equal(second, model.generate(prompt, max_length=64, do_sample=False))
     with refused(65, 64):
-        model.generate(second, past_key_values=cache, max_length=65)
+        model.generate(second, **{CACHE: cache}, max_length=65)
 
 
 CACHES = {
@@ -226,20 +227,20 @@ def test_a_plan_is_noted_on_any_cache_and_what_breaks_it_is_refused(kind):
     """Two turns over a cache that the user supplies, against one forward under one base."""
     model = model_of("dynamic")
     prompt, cache = tokens(1, 60), CACHES[kind](model.config)
-    first = model.generate(prompt, max_length=80, past_key_values=cache, rope_length=120, **LOGITS)
-    second = model.generate(first.sequences, max_length=100, past_key_values=cache, **LOGITS)
+    first = model.generate(prompt, max_length=80, **{CACHE: cache}, rope_length=120, **LOGITS)
+    second = model.generate(first.sequences, max_length=100, **{CACHE: cache}, **LOGITS)
     full = model(second.sequences, rope_length=120, use_cache=False).logits[:, 79:-1]
     assert (torch.stack(second.logits, dim=1) - full).abs().max() < 1e-5
     with refused(80, 70):
         model.generate(prompt, max_length=80, rope_length=70)
     with refused(121, 120):
-        model.generate(second.sequences, max_length=121, past_key_values=cache)
+        model.generate(second.sequences, max_length=121, **{CACHE: cache})
     with refused(150, 120):
-        model.generate(second.sequences, max_length=110, past_key_values=cache, rope_length=150)
+        model.generate(second.sequences, max_length=110, **{CACHE: cache}, rope_length=150)
     unplanned = CACHES[kind](model.config)
-    model.generate(prompt, max_length=80, past_key_values=unplanned)
+    model.generate(prompt, max_length=80, **{CACHE: unplanned})
     with refused(90, 80):
-        model.generate(tokens(1, 82), max_length=90, past_key_values=unplanned)
+        model.generate(tokens(1, 82), max_length=90, **{CACHE: unplanned})
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
@@ -248,24 +249,24 @@ def test_a_cache_of_forward_continues_only_under_one_plan(rope):
     ids = tokens(1, 90)
 
     def filled(length, **options):
-        return model(ids[:, :length], use_cache=True, **options).past_key_values
+        return model(ids[:, :length], use_cache=True, **options)[CACHE]
 
     planned = filled(70, rope_length=100)
     expected = model(ids, rope_length=100, use_cache=False).logits[:, 70:]
-    assert (model(ids[:, 70:], past_key_values=planned).logits - expected).abs().max() < 1e-11
-    generated = model.generate(ids, max_length=100, past_key_values=planned, do_sample=False)
+    assert (model(ids[:, 70:], **{CACHE: planned}).logits - expected).abs().max() < 1e-11
+    generated = model.generate(ids, max_length=100, **{CACHE: planned}, do_sample=False)
     assert generated.shape == (1, 100)
     short = filled(40)  # within the 64 tokens trained no plan is needed
-    model(ids[:, 40:64], past_key_values=short)
+    model(ids[:, 40:64], **{CACHE: short})
     with refused(65, 64):
-        model(ids[:, 64:65], past_key_values=short)
+        model(ids[:, 64:65], **{CACHE: short})
     with refused(80, 64):
-        model.generate(ids[:, :65], max_length=80, past_key_values=filled(40))
+        model.generate(ids[:, :65], max_length=80, **{CACHE: filled(40)})
     far = filled(40, position_ids=torch.arange(50, 90)[None])
     for use in (
-        lambda: model(ids[:, 70:], past_key_values=filled(70)),
-        lambda: model.generate(ids, max_length=100, past_key_values=filled(70)),
-        lambda: model(ids[:, 40:41], past_key_values=far),
+        lambda: model(ids[:, 70:], **{CACHE: filled(70)}),
+        lambda: model.generate(ids, max_length=100, **{CACHE: filled(70)}),
+        lambda: model(ids[:, 40:41], **{CACHE: far}),
     ):
         unplanned = r"not planned.*start again without the old cache, with rope_length="
         with pytest.raises(ValueError, match=unplanned):
@@ -275,10 +276,10 @@ def test_a_cache_of_forward_continues_only_under_one_plan(rope):
 @MENDED_CACHES
 def test_a_cache_that_is_reset_has_no_plan():
     model, ids = model_of("dynamic"), tokens(1, 90)
-    cache = model(ids[:, :40], use_cache=True).past_key_values
+    cache = model(ids[:, :40], use_cache=True)[CACHE]
     cache.reset()
     expected = model(ids, use_cache=False, rope_length=100).logits
-    got = model(ids, past_key_values=cache, rope_length=100).logits
+    got = model(ids, **{CACHE: cache}, rope_length=100).logits
     assert (got - expected).abs().max() < 1e-11
 
 
