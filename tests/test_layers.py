@@ -78,4 +78,4 @@ def test_what_travels_in_checkpoints_imports_only_what_travels(tmp_path, config)
         assert siblings <= travelling
     family = config.model_type.removeprefix("coca_") + ".py"
     is_alibi = config is coca_hf.AlibiLlamaConfig
-    assert travelling == ({"alibi.py"} if is_alibi else SHARED | {family})
+    assert travelling == ({"alibi.py", "attention.py"} if is_alibi else SHARED | {family})
