@@ -3,6 +3,7 @@
 import functools
 import re
 import shlex
+import time
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -219,22 +220,28 @@ def convert_command(
     options = {name: value for name, value in context.params.items() if value is not None}
     options["private"] = not options.pop("public")
     from coca_hf.convert import convert_checkpoint
-    from coca_hf.convert.calibration import CalibrationProgress
+    from coca_hf.convert.calibration import CalibrationProgress, in_words
 
     is_silent = not console.is_terminal
     with Progress(console=console, transient=True, disable=is_silent) as bar:
         layers = bar.add_task("calibrating layers", visible=calibrate_on is not None, total=None)
         task = bar.add_task(f"converting {escape(src)}", visible=False)
 
+        begun, since = 0, time.monotonic()
+
         def show_layers(progress: CalibrationProgress) -> None:
+            nonlocal begun, since
+            done, total, text = progress.layers_done, progress.num_layers, "calibrating layers"
             if progress.notice:
                 console.print(progress.notice)
-            done, total, text = progress.layers_done, progress.num_layers, "calibrating layers"
+                begun, since = done, time.monotonic()
             if progress.divergence is not None:
                 text += f", divergence {progress.divergence:.3g} nats"
             bar.update(layers, description=text, completed=done, total=total)
             if is_silent and done and not progress.notice:
-                console.print(f"{text}: {done} of {total}", soft_wrap=True)
+                left = (time.monotonic() - since) / max(done - begun, 1) * (total - done)
+                text += f": {done} of {total}" + f", about {in_words(left)} left" * (done < total)
+                console.print(text, soft_wrap=True)
 
         # Options have the names of its arguments
         record = convert_checkpoint(
