@@ -481,6 +481,7 @@ def report_command(
     title: Annotated[str, typer.Option(help="Title of the page.")] = "Evaluation",
 ) -> None:
     """Turn the rows of several runs into one page: HTML, Markdown and PNG figures."""
+    refuse_other_encodings()
     from coca_hf.report import write_report
 
     curves = [name.strip() for name in paper.split(",") if name.strip()]
@@ -496,6 +497,7 @@ def card_command(
     """Rewrite the model card, MODEL/README.md, from the records in MODEL and the rows. Without rows,
     or a base model, it keeps those that the command wrote before.
     """
+    refuse_other_encodings()
     from coca_hf.card import check_unedited, measured_before, write_card
     from coca_hf.evaluate.loaded_model import fingerprint
     from coca_hf.report import not_together, read_tables, tables_markdown

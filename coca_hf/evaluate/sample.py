@@ -101,8 +101,9 @@ def draw_sample(
     data_revision: of a data set on the hub, which is read at one commit throughout.
 
     Raises CocaError if a drawn document is empty or too short (unless `skip_short`), there are
-    fewer documents than asked for, none is left, local files are given a `split`, `subset` or
-    `data_revision`, .txt files a `column`, or the tokenizer does not fit the model.
+    fewer documents than asked for, none is left, the name of one is not UTF-8, local files are given
+    a `split`, `subset` or `data_revision`, .txt files a `column`, or the tokenizer does not fit the
+    model.
     """
     if max_tokens is not None and max_tokens < min_tokens:
         least = f"at least {min_tokens}, what --lengths or --preset needs of a document"
@@ -138,6 +139,7 @@ def draw_sample(
     if documents is not None and total < documents:
         expected = f"expected --documents {documents}; ask for fewer"
         raise CocaError(f"{data}: got {total} documents, {expected}")
+    _refuse_other_encodings([*sample.skipped, *(document.name for document, _ in drawn)], data)
     found = [(document, tokenize(document) if ids is None else ids) for document, ids in drawn]
     _refuse_short(found, data, min_tokens)
     digest = hashlib.sha256()
@@ -163,6 +165,16 @@ def _draw(candidates: Iterable[T], number: int | None, seed: int) -> list[T]:
         if place < number:
             drawn[place] = row_number, candidate
     return [candidate for _, candidate in sorted(drawn.values(), key=lambda one: one[0])]
+
+
+def _refuse_other_encodings(names: list[str], data: str) -> None:
+    """Raise CocaError for a document that no row could name."""
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            problem = f"got the name {name}, which is not UTF-8 and which no row can hold"
+            raise CocaError(f"{data}: {problem}; rename the file") from None
 
 
 def _refuse_short(found: list[tuple[Document, Tensor]], data: str, min_tokens: int) -> None:

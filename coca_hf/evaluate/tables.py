@@ -101,6 +101,11 @@ class Table:
             for (name, path, dtype), rows in lines.items()
         }
 
+    def model_of(self, row: dict) -> str:
+        """The name of a row's model, with its path if the name is `ambiguous`."""
+        model = row["model"]
+        return f"{model} ({row['model_path']})" if model in self.ambiguous else model
+
     @property
     def values(self) -> Points:
         """The values of each line by length."""
@@ -301,7 +306,9 @@ def against_length(
         notes.append(" A cross at the upper edge: no value, or one beyond the page.")
     if len(table.trained_lengths) > 1:
         lengths = {
-            row["model"]: length for row in table.rows if (length := last_trained_length(row))
+            table.model_of(row): length
+            for row in table.rows
+            if (length := last_trained_length(row))
         }
         said = ", ".join(f"{length} ({model})" for model, length in lengths.items())
         notes.append(f" Trained at: {said}.")

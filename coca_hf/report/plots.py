@@ -26,6 +26,7 @@ INK, MUTED, FAINT, PAPER = "#1b1b1b", "#5f5f5f", "#d9d9d9", "#ffffff"
 CSS_NAMES = {INK: "ink", MUTED: "muted", FAINT: "faint", PAPER: "paper"} | {
     color: f"c{number}" for number, color in enumerate(COLORS)
 }
+AROUND_AXES = 1.5  # inches, for the names above and below the axes, at most
 STYLE: Any = {
     "font.size": 10.5,
     "text.color": INK,
@@ -46,10 +47,12 @@ STYLE: Any = {
 
 
 def draw(drawing: Plot | Heat, width: float, height: float, legend: bool) -> Figure:
-    """Draw at a size in inches, with or without a legend inside.
+    """Draw at a size in inches, with or without a legend inside, for which it may be higher.
 
     A heat map has a number in every cell, or a scale where cells are many.
     """
+    if legend and isinstance(drawing, Plot):
+        height = max(height, _height_of_legend(drawing) + AROUND_AXES)
     with matplotlib.rc_context(STYLE | {"axes.grid": isinstance(drawing, Plot)}):
         figure = Figure(
             figsize=(width, height),
@@ -62,6 +65,12 @@ def draw(drawing: Plot | Heat, width: float, height: float, legend: bool) -> Fig
         else:
             _draw_plot(axes, drawing, width, legend)
         return figure
+
+
+def _height_of_legend(plot: Plot) -> float:
+    """In inches: the lines of every label, and half a line between labels."""
+    lines = [1.2 * len(_plain(curve.key.label).splitlines()) + 0.5 for curve in plot.curves]
+    return sum(lines) * STYLE["font.size"] / 72 if len(lines) > 1 else 0.0
 
 
 def look(key: Key) -> dict[str, Any]:

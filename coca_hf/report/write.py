@@ -136,7 +136,7 @@ def _models(tables: Sequence[Table]) -> Section:
     rows = [row for table in tables for row in table.rows]
     found = latest(rows, itemgetter("model", "model_path", "dtype"))
     lines = []
-    for (name, path, dtype), row in found.items():
+    for (_, _, dtype), row in found.items():
         constraint, kept = row["coca_constraint"], row.get("coca_kept_layers")
         attention = f"CoCA, {constraint}" if constraint else row.get("model_type") or ""
         attention += f", layers kept: {len(kept)}" if kept else ""
@@ -148,22 +148,23 @@ def _models(tables: Sequence[Table]) -> Section:
         attention += f", layers with more content pairs: {len(more)}" if more else ""
         seen = f"{row['tokens_seen']:,}" if row["tokens_seen"] is not None else ""
         length = last_trained_length(row)
-        which = f"{name} ({path})" if name in tables[0].ambiguous else name
-        lines.append([which, attention, dtype, f"{length:,}" if length else "", seen])
+        lines.append(
+            [tables[0].model_of(row), attention, dtype, f"{length:,}" if length else "", seen]
+        )
     header = ["model", "attention", "dtype", "trained length", "tokens seen"]
-    notices = [*_little_training([*found.values()]), *not_together(tables)]
+    notices = [*_little_training(tables[0], [*found.values()]), *not_together(tables)]
     grid = Grid(header, lines, numbers_from=3)
     return Section("Models", [grid, *(Text(notice, notice=True) for notice in notices)])
 
 
-def _little_training(rows: list[dict]) -> list[str]:
-    """A notice about models that have hardly been trained."""
+def _little_training(table: Table, rows: list[dict]) -> list[str]:
+    """A notice about models that have hardly been trained. table: names the models of `rows`."""
     known = [row for row in rows if row["tokens_seen"] is not None]
-    seen = {(row["model"], row["model_path"]): row["tokens_seen"] for row in known}
+    seen = {table.model_of(row): row["tokens_seen"] for row in known}
     little = {model: tokens for model, tokens in seen.items() if tokens < LITTLE_TRAINING}
     if not little:
         return []
-    names = ", ".join(f"{model}: {tokens:,}" for (model, _), tokens in little.items())
+    names = ", ".join(f"{model}: {tokens:,}" for model, tokens in little.items())
     paper = (
         "The paper trained on 7.5 billion tokens in each of three stages, and on 100 billion from "
         "scratch; minutes of training show the machinery, not the paper's result."
@@ -173,17 +174,20 @@ def _little_training(rows: list[dict]) -> list[str]:
 
 def not_together(tables: Sequence[Table]) -> list[str]:
     """Notices about numbers that may not belong together: of changed files, or of other texts."""
-    return [*_changed([row for table in tables for row in table.rows]), *_of_other_texts(tables)]
+    return [*_changed(tables), *_of_other_texts(tables)]
 
 
-def _changed(rows: list[dict]) -> list[str]:
+def _changed(tables: Sequence[Table]) -> list[str]:
     """Notices about models whose numbers were measured on several states of files or documents."""
     return [
         f"{model}: its rows are of {count} states of {what}; of each measurement the latest row is "
         f"shown, so numbers of one line may not belong together."
         for what, states in (("its files", "model_states"), ("its documents", "text_states"))
         for model, count in {
-            row["model"]: len(row[states]) for row in rows if len(row[states]) > 1
+            table.model_of(row): len(row[states])
+            for table in tables
+            for row in table.rows
+            if len(row[states]) > 1
         }.items()
     ]
 
@@ -200,10 +204,10 @@ def _of_other_texts(tables: Sequence[Table]) -> list[str]:
         if table.measurement.task == "tasks":
             what, key = "files of these tasks, or their times,", "data_hash"
         hashed = [row for row in (last, *table.rows) if row.get(key)]
-        others = dict.fromkeys(row["model"] for row in hashed if row[key] != hashed[0][key])
-        newest = latest(hashed, itemgetter("length"))
+        model_of, newest = table.model_of, latest(hashed, itemgetter("length"))
+        others = dict.fromkeys(model_of(row) for row in hashed if row[key] != hashed[0][key])
         other_tokens = dict.fromkeys(
-            f"{row['model']} reads other tokens of this text than {newest[row['length']]['model']}"
+            f"{model_of(row)} reads other tokens of this text than {model_of(newest[row['length']])}"
             for row in hashed
             if row.get("data_hash") != newest[row["length"]].get("data_hash")
         )

@@ -151,6 +151,13 @@ def test_what_no_row_could_hold_is_refused_before_the_model_is_read(coca_eval, o
     assert (code, stderr) == (2, f"error: --out {out}: {remedy}\n")
 
 
+@pytest.mark.parametrize("words", ["report {out} --out page --title a\udc80", "card b\udc80"])
+def test_a_page_and_a_card_refuse_names_that_are_not_utf_8(coca_eval, out, words):
+    code, stdout, stderr = coca_eval(words.format(out=out))
+    assert (code, stdout) == (2, "")
+    assert "got a name that is not UTF-8, which no result can hold; rename it" in stderr
+
+
 def test_a_directory_that_cannot_be_written_gives_its_rows_and_takes_no_others(
     perplexity, out, monkeypatch
 ):

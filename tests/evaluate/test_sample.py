@@ -43,6 +43,15 @@ def test_a_text_begins_with_special_tokens_once_and_ends_without_any(llama, many
         assert ids.tolist() == [specials[0][1], *own.tolist()]
 
 
+def test_a_document_that_no_row_can_name_is_refused_if_it_is_drawn(llama, tmp_path):
+    """A name with the byte 0x80, as the system gives it."""
+    for name in ("austen.txt", "b\udc80.txt"):
+        (tmp_path / name).write_text("It is a truth universally acknowledged")
+    with pytest.raises(CocaError, match=r"got the name b\\udc80.txt, which is not UTF-8.*rename"):
+        draw_sample(llama, str(tmp_path), 10)
+    assert draw_sample(llama, str(tmp_path), 10, documents=1, seed=1).names == ["austen.txt"]
+
+
 def test_a_drawn_sample_is_the_same_for_the_same_seed_only(llama, many):
     drawn = [draw_sample(llama, many, 10, documents=6, seed=seed).names for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]

@@ -55,6 +55,23 @@ def curves_of(figure):
     return {line.get_label(): line for line in lines if not line.get_label().startswith("_")}
 
 
+LABELS = [["a"], [*"abc"], [f"model {n}" for n in range(60)], ["x" * 900, "y"]]
+
+
+@pytest.mark.parametrize("labels", LABELS, ids=["one", "few", "many", "long"])
+def test_a_legend_of_any_length_is_on_the_picture_and_leaves_room_for_the_curves(labels):
+    curves = [Curve(Key(name, n), [256, 4096], [5.0 + n, 6.0]) for n, name in enumerate(labels)]
+    figure = draw(Plot(curves, "perplexity", trained_lengths=[512, 600, 700, 800]), 9, 4.5, True)
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    texts = axes.get_legend().get_texts() if len(labels) > 1 else []
+    assert len(texts) in (0, len(labels))
+    for box in (text.get_window_extent() for text in texts):
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
+        assert 0 <= box.y0 < box.y1 <= figure.bbox.y1
+    assert axes.get_window_extent().height > figure.bbox.y1 / 2
+
+
 def test_the_page_holds_every_value_by_model_rope_and_length(run):
     original = run(row(value=7.256), row(length=4096, value=96731.2), row(length=1024, value=7.0))
     extended = row("coca", "dynamic:4", 1024, 8.25)
@@ -484,6 +501,23 @@ def test_models_of_one_name_are_told_apart_by_path_and_dtype(run):
     first, second = "llama (/models/llama, float32)", "llama (/elsewhere/llama, bfloat16)"
     values = {name: rows[0]["value"] for name, rows in table.series.items()}
     assert values == {first: 8.0, second: 9.0}
+
+
+def test_notices_and_captions_tell_models_of_one_name_apart(page):
+    """As the stages of two runs, whose directories have one name."""
+    ours = {"model_path": "a/3-full", "trained_seq_len": 512, "fingerprint": "1"}
+    theirs = {"model_path": "b/3-full", "trained_seq_len": 1024, "fingerprint": "2"}
+    texts = {"text_hash": "one", "date": "2026-01-02T03:04:06+00:00"}
+    found = page(
+        row("coca", data_hash="3", **ours | {"text_hash": "one"}),
+        row("coca", length=1024, data_hash="3", **ours | {"fingerprint": "4", "text_hash": "one"}),
+        row("coca", data_hash="5", tokens_seen=99, **theirs | texts),
+        row("coca", length=1024, data_hash="5", tokens_seen=99, **theirs | texts),
+    )
+    assert "Tokens seen: coca (a/3-full): 123,904, coca (b/3-full): 99." in found
+    assert "> coca (a/3-full): its rows are of 2 states of its files" in found
+    assert "coca (a/3-full) reads other tokens of this text than coca (b/3-full);" in found
+    assert "Trained at: 512 (coca (a/3-full)), 1024 (coca (b/3-full))." in found
 
 
 def test_a_benchmark_that_failed_has_no_metric_and_is_named_with_its_error(page):
