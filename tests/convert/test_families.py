@@ -227,6 +227,11 @@ def test_what_the_released_layout_does_not_have_is_refused(tmp_path, found, fiel
     assert not (tmp_path / "dst").exists()
 
 
+def test_the_released_layout_of_another_family_is_refused(tmp_path, converted):
+    message = "got the released CoCA layout with qwen2, expected a llama or gpt_neox"
+    refuses(message, converted("qwen2")[0], tmp_path / "dst", released=True)
+
+
 def partial_rope(factor):
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": factor}
     return {"rope_parameters": rope}
