@@ -236,21 +236,14 @@ def test_what_is_not_plain_lora_on_this_base_is_one_line_and_exit_code_2(
     assert [path.name for path in tmp_path.iterdir()] == ["lora"]
 
 
-def test_a_head_that_is_the_embedding_is_refused(tiny_llama_dir, tmp_path, refusal):
-    tied = shutil.copytree(tiny_llama_dir, tmp_path / "base")
-    edit_config(tied, tie_word_embeddings=True)
-    embedding = "model.embed_tokens.weight"
-    edit_weights(tied, lambda w: w.update({"lm_head.weight": w[embedding].clone()}))
-    lora = make_adapter(tiny_llama_dir, tmp_path / "lora", targets=["lm_head"])
-    message = f"got weights for lm_head.weight, which the base ties to its embedding; {REMEDY}"
-    assert message in refusal(tied, tmp_path / "dst", "--adapter", lora)
-
-
-def test_a_head_that_the_familys_default_ties_is_refused(tmp_path, refusal):
+@pytest.mark.parametrize(("case", "tied"), [("llama", True), ("smollm3", ...)])
+def test_a_head_that_the_config_or_the_familys_default_ties_to_the_embedding_is_refused(
+    tmp_path, refusal, case, tied
+):
     base, embedding = tmp_path / "base", "model.embed_tokens.weight"
-    stock_model("smollm3", tie_word_embeddings=False).save_pretrained(base)
+    stock_model(case, tie_word_embeddings=False).save_pretrained(base)
     lora = make_adapter(base, tmp_path / "lora", targets=["lm_head"])
-    edit_config(base, tie_word_embeddings=...)
+    edit_config(base, tie_word_embeddings=tied)
     edit_weights(base, lambda w: w.update({"lm_head.weight": w[embedding].clone()}))
     message = f"got weights for lm_head.weight, which the base ties to its embedding; {REMEDY}"
     assert message in refusal(base, tmp_path / "dst", "--adapter", lora)

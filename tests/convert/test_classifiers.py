@@ -10,9 +10,8 @@ from coca_hf import CocaError, convert_checkpoint, patch_, unpatch_
 from coca_hf.convert.config import CLASSIFIERS, FAMILIES
 from coca_hf.evaluate.loaded_model import load_model as load_for_evaluation
 from coca_hf.train.model import load_model as load_for_training
-from tests.models.families import CASES, stock_config
+from tests.models.families import ONE_CASE_EACH, stock_config
 
-ONE_CASE_EACH = {family: case for case, (family, _) in reversed(CASES.items())}
 HEADS = {
     "SequenceClassification": AutoModelForSequenceClassification,
     "TokenClassification": AutoModelForTokenClassification,

@@ -20,7 +20,6 @@ from coca_hf.errors import CocaError
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
 from tests.convert.checkpoints import Stop, assert_same_weights, edit_config, record_of, refuses
 from tests.models.families import tiny_model, tokens
-from tests.models.test_golden import write_golden
 
 
 def test_the_checkpoint_is_the_patched_model_and_says_how_many(tiny_llama_dir, tmp_path, converts):
@@ -93,14 +92,6 @@ def test_kept_layers_rotate_every_pair(tiny_llama_dir, tmp_path):
     expected = original(tokens()).logits
     kept = patch_(original, keep_layers=[0, 1, 2], content_pairs=2)
     torch.testing.assert_close(kept(tokens()).logits, expected)
-
-
-def test_models_in_the_released_layout_are_refused(tmp_path):
-    write_golden(tmp_path / "released", "neox")
-    message = "released: got the released CoCA layout with --content-pairs, expected"
-    refuses(message, tmp_path / "released", tmp_path / "dst", released=True, content_pairs=1)
-    message = "released: got the released CoCA layout with --content-layers, expected"
-    refuses(message, tmp_path / "released", tmp_path / "dst", released=True, content_layers=[0])
 
 
 @pytest.mark.parametrize(

@@ -211,14 +211,25 @@ def test_it_loads_and_saves_without_coca_hf_if_its_own_code_is_allowed_also_as_a
 
 
 @pytest.mark.parametrize(
-    ("fields", "constraint", "found"),
-    [({"rotary_pct": 0.5}, "slack", "a rotary_pct below 1"), ({}, "strict", "--constraint strict")],
+    ("found", "fields", "options"),
+    [
+        ("a rotary_pct below 1", {"rotary_pct": 0.5}, {}),
+        ("--constraint strict", {}, {"constraint": "strict"}),
+        ("--keep-layers", {}, {"keep_layers": [0]}),
+        ("--content-pairs", {}, {"content_pairs": 1}),
+        ("--content-layers", {}, {"content_layers": [0]}),
+    ],
 )
-def test_released_gpt_neox_that_is_no_coca_model_is_refused(tmp_path, fields, constraint, found):
+def test_what_the_released_layout_does_not_have_is_refused(tmp_path, found, fields, options):
     write_golden(tmp_path / "src", "neox", **fields)
     message = f"got the released CoCA layout with {found}, expected"
-    refuses(message, tmp_path / "src", tmp_path / "dst", constraint, released=True)
+    refuses(message, tmp_path / "src", tmp_path / "dst", released=True, **options)
     assert not (tmp_path / "dst").exists()
+
+
+def test_the_released_layout_of_another_family_is_refused(tmp_path, converted):
+    message = "got the released CoCA layout with qwen2, expected a llama or gpt_neox"
+    refuses(message, converted("qwen2")[0], tmp_path / "dst", released=True)
 
 
 def partial_rope(factor):

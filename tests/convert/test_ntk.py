@@ -36,9 +36,12 @@ def logits(directory, length, **options):
     return AutoModelForCausalLM.from_pretrained(directory)(ids, **options).logits
 
 
-@pytest.mark.parametrize("constraint", ["slack", "strict"])
 @pytest.mark.parametrize(
-    ("length", "given"), [(65, {}), (96, {}), (192, {"original_max_position_embeddings": 32})]
+    ("constraint", "length", "given"),
+    [
+        *(("slack", 65, {}), ("strict", 96, {})),
+        ("slack", 192, {"original_max_position_embeddings": 32}),
+    ],
 )
 def test_logits_equal_dynamic_ntk_for_that_length_everywhere(tmp_path, constraint, length, given):
     saved(tmp_path / "src", rope_parameters=DYNAMIC | given)

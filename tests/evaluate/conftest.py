@@ -1,5 +1,6 @@
 """Models and documents small enough for a slow reference, and `coca-eval` as a person runs it."""
 
+import copy
 import json
 import math
 import shlex
@@ -15,14 +16,20 @@ from coca_cli import main
 from coca_hf.evaluate.loaded_model import load_model
 
 
-@pytest.fixture
-def llama(tiny_llama_dir):
-    return load_model(str(tiny_llama_dir))
+@pytest.fixture(scope="session")
+def loaded(tiny_llama_dir, tiny_coca_dir):
+    """The tiny models, of which tests get copies to change."""
+    return load_model(str(tiny_llama_dir)), load_model(str(tiny_coca_dir))
 
 
 @pytest.fixture
-def coca(tiny_coca_dir):
-    return load_model(str(tiny_coca_dir))
+def llama(loaded):
+    return copy.deepcopy(loaded[0])
+
+
+@pytest.fixture
+def coca(loaded):
+    return copy.deepcopy(loaded[1])
 
 
 @pytest.fixture

@@ -63,6 +63,8 @@ CASES = {
     ),
 }
 EVERY_CASE = pytest.mark.parametrize("case", CASES)
+# the first case of each family, for what does not depend on its other fields
+ONE_CASE_EACH = {family: case for case, (family, _) in reversed(CASES.items())}
 CONSTRAINTS = pytest.mark.parametrize("constraint", ["slack", "strict"])
 # where a family has several cases, both constraints are among them
 EVERY_CASE_UNDER_ONE_CONSTRAINT = pytest.mark.parametrize(

@@ -80,20 +80,19 @@ def test_the_curve_has_every_loss_and_names_where_stages_begin(out):
     assert [text.get_text() for text in axes.texts] == ["k", "qkv", "full"]
 
 
-def test_of_a_mixed_objective_the_loss_of_the_language_model_is_drawn(out):
-    losses = {"loss": 2.0, "loss_lm": 3.0, "loss_distill": 1.0}
+@pytest.mark.parametrize(
+    ("losses", "drawn"),
+    [({"loss": 2.0, "loss_lm": 3.0, "loss_distill": 1.0}, 3.0), ({"loss": None}, None)],
+    ids=["a mixed objective", "a bad first step"],
+)
+def test_the_loss_of_the_language_model_is_drawn_and_a_step_without_one_is_a_gap(
+    out, losses, drawn
+):
     with (out / "10-full/log.jsonl").open("a") as log:
         log.write(json.dumps({"step": 7, **losses, "tokens_seen": 260, "seconds": 15.0}) + "\n")
     figure, _ = recovery([read_recovery(out)]).figures()
-    assert curves_of(figure)[1]["run, training"][2:] == [[250, 3.5], [260, 3.0]]
-
-
-def test_a_bad_first_step_without_a_loss_is_a_gap_in_the_curve(out):
-    with (out / "10-full/log.jsonl").open("a") as log:
-        log.write(json.dumps({"step": 7, "loss": None, "tokens_seen": 260, "seconds": 15.0}) + "\n")
-    figure, _ = recovery([read_recovery(out)]).figures()
     (curve,) = [curve for curve in figure.drawing.curves if "training" in curve.key.label]
-    assert curve.values[2:] == [3.5, None]
+    assert curve.values[2:] == [3.5, drawn]
 
 
 def test_several_runs_are_drawn_without_their_stages_and_many_by_held_out_losses_alone(out):

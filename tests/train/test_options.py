@@ -36,7 +36,7 @@ def run(tiny_coca_dir, texts, tmp_path_factory):
     plain_step, plain_sdpa = StageTrainer.training_step, functional.scaled_dot_product_attention
 
     @functools.cache
-    def run(*options: str, watched: bool = True):
+    def run(*options: str):
         computed = SimpleNamespace(shapes=[], bytes=0, sdpa_calls=0)
 
         def pack(tensor):
@@ -55,9 +55,8 @@ def run(tiny_coca_dir, texts, tmp_path_factory):
             return plain_sdpa(query, *arguments, **kwargs)
 
         with pytest.MonkeyPatch.context() as patch:
-            if watched:
-                patch.setattr(StageTrainer, "training_step", step)
-                patch.setattr(functional, "scaled_dot_product_attention", sdpa)
+            patch.setattr(StageTrainer, "training_step", step)
+            patch.setattr(functional, "scaled_dot_product_attention", sdpa)
             recipe = load_recipe(path, ["stages.k.train=all", *options])
             return run_recipe(recipe, tmp_path_factory.mktemp("out"), stage="k"), computed
 
@@ -93,18 +92,26 @@ def test_bfloat16_computes_close_to_float32_and_keeps_float32_weights(run):
     assert {tensor.dtype for tensor in weights(ours).values()} == {torch.float32}
 
 
-def test_a_compiled_run_is_the_plain_one(run, tiny_coca_dir):
-    """One layer, with a backend that traces both passes but does not compile C++ for minutes."""
+def test_a_compiled_run_is_the_plain_one_also_in_its_second_stage(recipe_tree, tmp_path):
+    """One layer, with a backend that traces both passes but does not compile C++ for minutes.
+    Forwards on held-out and on other blocks are compiled each, and torch keeps to a limit.
+    """
     small = {"model_type": "coca_llama", **TINY, "num_hidden_layers": 1}
-    one_layer = ["model=null", f"tokenizer={tiny_coca_dir}", f"config={small}"]
-    one_layer.append("stages.k.max_steps=1")
-    plain, _ = run(*one_layer)
+    recipe_tree |= {"tokenizer": recipe_tree.pop("model"), "config": small}
+    recipe_tree["data"]["held_out_blocks"] = 2
+    recipe_tree["training"] |= {"max_steps": 1, "per_device_train_batch_size": 2}
+    stages = [{"name": "k", "train": ["t_proj"]}, {"name": "full", "train": "all"}]
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe_tree | {"stages": stages}))
+    run_recipe(load_recipe(path), tmp_path / "plain")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = ["training.torch_compile=true", "training.torch_compile_backend=aot_eager"]
-    ours, _ = run(*one_layer, *compiled, watched=False)  # which would split the graph
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        run_recipe(load_recipe(path, compiled), tmp_path / "out")
     assert torch._dynamo.utils.counters["aot_autograd"]["ok"] > 0
-    assert_same(ours, plain, atol=1e-6)
+    for stage in ("1-k", "2-full"):
+        assert_same(tmp_path / "out" / stage, tmp_path / "plain" / stage, atol=1e-6)
 
 
 @pytest.mark.parametrize("settings", [[], ["training.tf32=true"]], ids=["not asked", "asked"])
@@ -136,20 +143,6 @@ def test_compilation_leaves_float32_as_it_is_unless_the_recipe_asks_for_tf32(
         torch.backends.cuda.matmul.allow_tf32 = False
     assert whole[-1] is bool(settings)
     assert in_steps == [bool(settings)]
-
-
-def test_what_a_stage_compiles_does_not_keep_the_next_from_compiling(recipe_tree, tmp_path):
-    """Forwards on held-out and on other blocks are compiled each, and torch keeps to a limit."""
-    small = {"model_type": "coca_llama", **TINY, "num_hidden_layers": 1}
-    recipe_tree |= {"tokenizer": recipe_tree.pop("model"), "config": small}
-    recipe_tree["data"]["held_out_blocks"] = 2
-    recipe_tree["training"] |= {"torch_compile_backend": "eager", "max_steps": 1}
-    recipe_tree["training"]["per_device_train_batch_size"] = 2
-    stages = [{"name": "k", "train": ["t_proj"]}, {"name": "full", "train": "all"}]
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe_tree | {"stages": stages}))
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
-        run_recipe(load_recipe(tmp_path / "recipe.yaml"), tmp_path / "out")
 
 
 @pytest.mark.parametrize(
