@@ -38,7 +38,9 @@ def save_single(directory, tensors):
 
 
 @pytest.mark.parametrize(
-    ("save", "dtype"), [(save_single, torch.bfloat16), (save_sharded, torch.float32)], ids=str
+    ("save", "dtype"),
+    [(save_single, torch.bfloat16), (save_sharded, torch.float32)],
+    ids=["single, bfloat16", "sharded, float32"],
 )
 def test_pickles_convert_to_the_bits_of_safetensors(
     source, tensors, tmp_path, converts, refusal, tiny_llama_dir, save, dtype
