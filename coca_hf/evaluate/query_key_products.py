@@ -64,8 +64,8 @@ def visiting_products(
     all_of_coca = [m for m in model.modules() if isinstance(m, attention.CocaAttention)]
     if any(module.content.exist for module in all_of_coca):
         raise CocaError(
-            f"{model.name_or_path}: got a model with content pairs, which have no angle whose "
-            "boundary could be measured; expected one that was converted without them"
+            f"{type(model).__name__}: got content pairs, which have no angle whose boundary could "
+            "be measured; expected a model that was converted without them"
         )
     if attentions := [
         module for module in all_of_coca if is_rotated is None or is_rotated[module.layer_idx]

@@ -128,12 +128,6 @@ def test_a_model_without_rotary_embedding_is_refused(llama, books, tmp_path):
         measure(llama, books, tmp_path)
 
 
-def test_a_model_with_content_pairs_is_refused(llama, books, tmp_path):
-    llama.model = patch_(llama.model, content_pairs=1)
-    with pytest.raises(CocaError, match=r"got a model with content pairs.* converted without them"):
-        measure(llama, books, tmp_path)
-
-
 THETA = torch.tensor([1.0, 0.25, 0.001], dtype=torch.float64)
 
 
