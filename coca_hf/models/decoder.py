@@ -354,10 +354,10 @@ class CocaModel(CocaPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """As `LlamaModel.forward`, with two more arguments.
 
-        The cache may also have the name `CACHE`. rope_length: the total length that fixes the
-        angles of dynamic NTK and longrope. A cache
-        keeps the `rope_length` that it began with. left_padding: (b,), the padding on the left of
-        each row, which does not count towards its length; by default it is counted from a 2-d mask.
+        The cache may also have the name `CACHE`. rope_length: the total length that fixes the angles
+        of dynamic NTK and longrope. A cache keeps the `rope_length` that it began with.
+        left_padding: (b,), the padding on the left of each row, which does not count towards its
+        length; by default it is counted from a 2-d mask.
 
         If `position_ids` is absent, it is counted from a 2-d `attention_mask`, because the slack
         score depends on absolute positions, which padding must not move.
