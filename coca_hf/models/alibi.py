@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
-from .attention import CACHE
+from .attention import CACHE, cache_of
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
@@ -116,7 +116,7 @@ class AlibiLlamaModel(AlibiLlamaPreTrainedModel, LlamaModel):
         """As `LlamaModel.forward`, which uses a four-dimensional mask unchanged: here, the one with
         the bias.
         """
-        cache = kwargs.pop(CACHE, past_key_values)
+        cache = cache_of(kwargs, past_key_values)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         mask = create_causal_mask(

@@ -41,6 +41,21 @@ QUERY_SCALE = 2.0**-4
 CACHE = dataclasses.fields(BaseModelOutputWithPast)[1].name
 
 
+def cache_of(kwargs: dict, past_key_values: Cache | None) -> Cache | None:
+    """The cache that a model was called with, out of `kwargs` if it has the name `CACHE` there.
+
+    Raises TypeError for a cache of any other name: the model would read without it.
+    """
+    cache = kwargs.pop(CACHE, past_key_values)
+    for name, value in kwargs.items():
+        if isinstance(value, Cache):
+            raise TypeError(
+                f"got a cache as {name}, expected {CACHE}; if transformers renamed it, save the "
+                "checkpoint again with the latest coca_hf"
+            )
+    return cache
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate every pair of `x` by its angle: `R_p x` (eq. 1).
 

@@ -37,7 +37,14 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import CACHE, CocaAttention, ContentPairs, KeptAttention, layer_types
+from .attention import (
+    CACHE,
+    CocaAttention,
+    ContentPairs,
+    KeptAttention,
+    cache_of,
+    layer_types,
+)
 from .cache import CocaCache, CocaStaticCache
 from .hub import PushesItsCard
 from .rotary import (
@@ -363,7 +370,7 @@ class CocaModel(CocaPreTrainedModel):
         score depends on absolute positions, which padding must not move.
 
         Raises ValueError for another `rope_length` than that of the cache, or if it has none
-        (`planned_length`).
+        (`planned_length`), and TypeError for a cache of another name (`cache_of`).
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(
@@ -372,7 +379,7 @@ class CocaModel(CocaPreTrainedModel):
             )
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        cache = kwargs.pop(CACHE, past_key_values)
+        cache = cache_of(kwargs, past_key_values)
         if use_cache and cache is None:
             cache = CocaCache(self.config)
         if cache is not None and self.rotary_emb.rope_type in LENGTH_DEPENDENT_ROPE_TYPES:

@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 from coca_hf.models.attention import CACHE
 from coca_hf.models.cache import ROOM, CocaCache, CocaStaticCache, RoomyLayer
 from tests.models.families import MENDED_CACHES, coca_model, tiny_model, tokens
+from tests.models.test_alibi import alibi_model
 
 
 def bytes_of(cache, layers):
@@ -48,6 +49,13 @@ def test_forward_and_generate_use_it_unless_another_is_asked_for():
     assert isinstance(cache_of(), CocaCache)
     assert isinstance(cache_of(cache_implementation="static"), StaticCache)
     assert type(cache_of(**{CACHE: DynamicCache(config=model.config)})) is DynamicCache
+
+
+@pytest.mark.parametrize("make", [tiny_model, alibi_model], ids=["coca", "alibi"])
+def test_a_cache_of_a_name_that_the_code_does_not_know_is_refused(make):
+    model = make()
+    with pytest.raises(TypeError, match=f"got a cache as renamed, expected {CACHE}; .* save the"):
+        model(tokens(1, 1), renamed=DynamicCache(config=model.config))
 
 
 # a half-width cache has its angles from layer 0
