@@ -310,7 +310,12 @@ class GgufSource(Source):
             )
             self.tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
             reader = gguf.GGUFReader(str(file))
-            passed_over = _passed_over(reader)
+            passed_over, assumed = _passed_over(reader), _assumed(reader)
+        if assumed:
+            raise CocaError(
+                f"{file}: got no {assumed}, for which transformers' reader of GGUF assumes a value, "
+                "or leaves rows in llama.cpp's order; expected the original safetensors checkpoint"
+            )
         if passed_over:
             raise CocaError(
                 f"{file}: got {passed_over}, which transformers' reader of GGUF passes over "
@@ -342,8 +347,23 @@ class GgufSource(Source):
             _raise_tokenizer_length(directory / TOKENIZER, ntk_length)
 
 
+def _assumed(reader: Any) -> str | None:
+    """The field that a GGUF file lacks and that transformers needs to read it as llama.cpp does.
+
+    llama.cpp takes as many key/value heads as heads if their number is absent, as it is in files
+    made from older configs. transformers does, too, but leaves queries' and keys' rows in the order
+    of llama.cpp's rotation.
+    """
+    family = reader.fields["general.architecture"].contents()
+    needed = ("context_length", "attention.head_count_kv", "attention.layer_norm_rms_epsilon")
+    names = (f"{family}.{name}" for name in needed)
+    return next((name for name in names if name not in reader.fields), None)
+
+
 def _passed_over(reader: Any) -> str | None:
-    """The scaled or partial RoPE or the window that a GGUF file has and transformers ignores."""
+    """The scaled or partial RoPE, the window or the attention to later tokens that a GGUF file has
+    and transformers ignores.
+    """
     for tensor in reader.tensors:
         if tensor.name.startswith(("rope_freqs", "rope_factors")):  # LLaMA 3's scaling; longrope's
             return tensor.name
@@ -353,8 +373,11 @@ def _passed_over(reader: Any) -> str | None:
             if value and value != "none":
                 return f"{name}={value!r}"
         # without a type, a factor is that of linear scaling
-        scales = (".rope.scaling.factor", ".rope.scale_linear", ".attention.scale")
-        if name.endswith(scales) and (value := field.contents()) not in (0, 1):
+        scales = (".rope.scaling.factor", ".rope.scale_linear", ".rope.scaling.attn_factor")
+        is_scale = name.endswith((*scales, ".attention.scale"))
+        if is_scale and (value := field.contents()) not in (0, 1):
+            return f"{name}={value!r}"
+        if name.endswith(".attention.causal") and not (value := field.contents()):
             return f"{name}={value!r}"
     sizes = ("rope.dimension_count", "attention.head_count", "embedding_length")
     rotated, heads, width = (reader.fields.get(f"phi3.{size}") for size in sizes)

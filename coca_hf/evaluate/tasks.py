@@ -333,7 +333,6 @@ def _metrics(
     """Every number that lm-eval gives for `name`, with its samples if it has any."""
     if length is not None:
         return _ruler_mean(output, str(length))
-    scored = sum(sizes["effective"] for sizes in output.get("n-samples", {}).values())
     found = []
     for key, value in output["results"].get(name, {}).items():
         metric, comma, filter_name = key.partition(",")
@@ -341,12 +340,12 @@ def _metrics(
             continue
         samples = [
             _line(task, sample, metric)
-            for task, some in output["samples"].items()  # of a group, those of all its tasks
+            for task, some in output["samples"].items()  # of a group, those with the metric
             for sample in some
-            if sample["filter"] == filter_name
+            if sample["filter"] == filter_name and metric in sample
         ]
-        result = {"metric": metric, "filter": filter_name, "value": float(value), "scored": scored}
-        result["stderr"] = _stderr(samples, value)
+        result = {"metric": metric, "filter": filter_name, "value": float(value)}
+        result |= {"scored": len(samples), "stderr": _stderr(samples, value)}
         if not math.isfinite(value):
             result |= {"value": None, "error": f"the metric is {float(value)}"}
         found.append((result, samples))

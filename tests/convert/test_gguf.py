@@ -161,6 +161,8 @@ CHANGES = {
     "llama.rope.scaling.type='yarn'": lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN),
     "llama.rope.scaling.factor=4.0": lambda w: w.add_rope_scaling_factor(4.0),
     "llama.attention.sliding_window=7": lambda w: w.add_sliding_window(7),
+    "llama.rope.scaling.attn_factor=0.5": lambda w: w.add_rope_scaling_attn_factors(0.5),
+    "llama.attention.causal=False": lambda w: w.add_causal_attention(False),
     "phi3.rope.dimension_count=6": lambda w: w.add_rope_dimension_count(6),
     "": lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.NONE),
 }
@@ -178,6 +180,24 @@ def test_what_transformers_ignores_is_refused(case, change, model, tiny_tokenize
     message = rf"model\.gguf: got {re.escape(change)}, which transformers' reader"
     refuses(message, tmp_path / "model.gguf", tmp_path / "dst")
     assert [file.name for file in tmp_path.iterdir()] == ["model.gguf"]
+
+
+NEEDED = ("attention.head_count_kv", "context_length", "attention.layer_norm_rms_epsilon")
+
+
+@pytest.mark.parametrize(("case", "field"), [("llama", f"llama.{name}") for name in NEEDED])
+def test_a_field_for_which_transformers_assumes_a_value_is_refused(
+    case, field, model, tiny_tokenizer, tmp_path
+):
+    """Without the number of key/value heads, it leaves queries and keys in llama.cpp's order."""
+    heads = model.config.num_attention_heads
+    full = type(model)(
+        type(model.config)(**model.config.to_dict() | {"num_key_value_heads": heads})
+    )
+    without = lambda writer: writer.kv_data[0].pop(field)  # noqa: E731
+    write_gguf(tmp_path / "model.gguf", full, "llama", tiny_tokenizer, without)
+    message = rf"model\.gguf: got no {re.escape(field)}, for which transformers' reader"
+    refuses(message, tmp_path / "model.gguf", tmp_path / "dst")
 
 
 @pytest.mark.parametrize("case", ["llama"])

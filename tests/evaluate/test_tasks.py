@@ -174,6 +174,19 @@ def test_a_group_has_the_samples_of_all_its_tasks():
     assert result["stderr"] == pytest.approx(stderr)
 
 
+def test_a_groups_metric_that_some_of_its_tasks_lack_counts_the_cases_of_the_others():
+    scores, others = [("b", 0, 1.0), ("b", 1, 0.0), ("b", 2, 1.0)], [("a", 0, 1.0), ("a", 1, 0.0)]
+    samples = samples_by_task(others, "acc") | samples_by_task(scores, "acc_norm")
+    output = {
+        "results": {"group": {"acc_norm,none": 2 / 3}},
+        "samples": samples,
+        "n-samples": {name: {"effective": len(some)} for name, some in samples.items()},
+    }
+    ((result, lines),) = tasks._metrics(output, "group", None)
+    assert [(line["benchmark"], line["case"], line["score"]) for line in lines] == scores
+    assert (result["scored"], result["stderr"]) == (3, pytest.approx(mean_stderr([1.0, 0.0, 1.0])))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_that_gives_nan_has_no_score(coca, task_dir, tmp_path, name):
     with torch.no_grad():
