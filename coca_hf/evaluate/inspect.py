@@ -43,8 +43,9 @@ def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict
     family than those that coca-convert takes and ALiBi's, or is quantized.
     """
     if not directory.is_dir():
-        expected = "a checkpoint as save_pretrained writes it"
-        raise CocaError(f"{directory}: no such directory, expected {expected}")
+        got = "got a file" if directory.exists() else "no such directory"
+        expected = "a checkpoint directory as save_pretrained writes it"
+        raise CocaError(f"{directory}: {got}, expected {expected}")
     config = _read_config(directory)
     files, file_of = open_weights(directory)
     tensors = {

@@ -137,6 +137,10 @@ def drop_layer(weights):
 WORDS = {"rope_type": "default", "rope_theta": 1e4, "original_max_position_embeddings": "x"}
 QUANTIZED = {"quantization_config": {"quant_method": "fp8"}}
 DAMAGE = {
+    "damaged: no such directory": shutil.rmtree,
+    "damaged: got a file, expected a checkpoint directory": (
+        lambda d: (shutil.rmtree(d), d.write_bytes(b"GGUF"))
+    ),
     "got model_type 'x'": lambda d: edit_config(d, model_type="x"),
     "config.json: .*hidden_size": lambda d: edit_config(d, hidden_size="big"),
     "config.json: got a length of 'x', expected a whole number": (
