@@ -485,6 +485,9 @@ def planned_length(
 class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
     """`LlamaForCausalLM` over a model of `model_class`; `forward` and the sharding plans are
     inherited.
+
+    A family's class names `GenerationMixin` among its bases: transformers would derive another
+    class from one that came with a checkpoint and does not, and models of it cannot be pickled.
     """
 
     model_class: type[CocaModel]

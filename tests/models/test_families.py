@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache
+from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
 
 import coca_hf
 from coca_hf.models.attention import CACHE, NO_CONTENT, ContentPairs
@@ -176,6 +177,8 @@ def test_declarations_that_sharding_and_serving_read_have_the_keys_of_kept_layer
     assert all(hasattr(coca_hf, f"{family}{kind}") for kind in ("Config", "Model", "ForCausalLM"))
     carried = sys.modules[type(model).__module__]
     assert all(hasattr(carried, name.split(".")[1]) for name in model.config.auto_map.values())
+    # a class that transformers derives from it could not be pickled
+    assert add_generation_mixin_to_remote_model(type(model)) is type(model)
 
 
 def test_dropout_of_gpt_neox_is_applied_in_training_only():
