@@ -22,7 +22,7 @@ from coca_hf.models.decoder import CocaConfig, CocaPreTrainedModel
 from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES, CocaRotaryEmbedding
 from coca_hf.weights import HEADS
 
-# in the model's __dict__: its class and __dict__ before patch_, or None
+# in the model's __dict__: its class and __dict__ before patch_, and what it was then, or None
 ORIGINAL = "_original_of_patch"
 # attributes of modules that are no floats and that decide what the modules compute
 FLAGS = ("is_causal", "sliding_window", "use_parallel_residual", "use_rope")
@@ -113,12 +113,16 @@ def patch_(
             parameter = torch.nn.Parameter(stored, requires_grad=parameter.requires_grad)
         module, _, name = target.name.rpartition(".")
         setattr(coca.get_submodule(module), name, parameter)
+    _check_left_behind(model, coca)
     coca.tie_weights()
     coca.model.rotary_emb = CocaRotaryEmbedding(config).to(model.device)
     if model.can_generate():
         coca.generation_config = model.generation_config
     _set_training_state(coca, *_training_state(model))
-    original = (type(model), model.__dict__, _parts(coca)) if keep_original else None
+    original = None
+    if keep_original:
+        parts = _parts(coca)
+        original = type(model), model.__dict__, _places(parts[1]), parts
     model.__class__, model.__dict__ = type(coca), coca.__dict__
     model.__dict__[ORIGINAL] = original
     return model
@@ -128,7 +132,8 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
     """Undo `patch_(model, keep_original=True)` in place, and return the model.
 
     Parameters that both models share keep what training, moving or casting did to them. The key
-    projections and the fused projections of GPT-NeoX and Phi-3 are as they were before `patch_`.
+    projections and the fused projections of GPT-NeoX and Phi-3 are as they were before `patch_`, but
+    follow their layer's output projection if it was moved or cast.
 
     Raises CocaError if the original was not kept, because it cannot be computed from the CoCA
     model, or if embeddings have been resized, modules or parameters replaced or hooks registered
@@ -143,7 +148,7 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
             "unpatch_: got a model without its original projections, expected patch_(model, "
             "keep_original=True); load the original again"
         )
-    *original, parts = model.__dict__[ORIGINAL]
+    *original, places, parts = model.__dict__[ORIGINAL]
     is_replaced = _parts(model) != parts
     has_hooks = any(map(_has_hooks, model.modules()))
     state, vocab_size = _training_state(model), model.config.vocab_size
@@ -164,8 +169,21 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
     if problem:
         model.__class__, model.__dict__ = coca
         raise CocaError(f"unpatch_: got {problem}")
+    for number, place in _places(parts[1]).items():
+        if place != places[number]:
+            for parameter in {*model.base_model.layers[number].parameters()} - {*parts[1]}:
+                parameter.data = parameter.data.to(*place)
     _set_training_state(model, *state)
     return model
+
+
+def _places(parts: dict[torch.nn.Parameter, str]) -> dict[int, tuple[torch.device, torch.dtype]]:
+    """Device and dtype of every layer's output projection, by the layer's number."""
+    places = {}
+    for parameter, name in parts.items():
+        if name.endswith("self_attn.o_proj.weight"):
+            places[int(name.split(".")[2])] = parameter.device, parameter.dtype
+    return places
 
 
 def _training_state(model: PreTrainedModel) -> tuple[bool, Callable | None, bool, dict]:
@@ -215,7 +233,15 @@ def _check_movable(model: PreTrainedModel) -> None:
             f"patch_: {min(own_buffers)} is a buffer of your own, which would be lost; remove it, "
             "and add it again afterwards"
         )
-    for name, parameter in model.named_parameters():
+    names: dict[torch.nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        own_name = names.setdefault(parameter, name)
+        is_tied_head = name in HEADS and model.config.tie_word_embeddings
+        if own_name != name and not is_tied_head:
+            raise CocaError(
+                f"patch_: {name} is {own_name} itself, expected a parameter of its own as the config "
+                "says; give it a copy, or, if it is the head, set config.tie_word_embeddings"
+            )
         if type(parameter.data) is not torch.Tensor or parameter.is_meta:
             raise CocaError(
                 f"patch_: {name} is a {type(parameter.data).__name__} on {parameter.device}, "
@@ -241,6 +267,18 @@ def _check_movable(model: PreTrainedModel) -> None:
             decides = isinstance(stated, float) or number in FLAGS
             if decides and (value := getattr(module, number, None)) != stated:
                 _refuse_number(f"{name}.{number}".lstrip("."), value, stated)
+
+
+def _check_left_behind(model: PreTrainedModel, coca: CocaPreTrainedModel) -> None:
+    """Raise CocaError if parameters of `model` that `coca` does not have carry hooks."""
+    carried = {*coca.parameters()}
+    for name, parameter in model.named_parameters():
+        hooks = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if parameter not in carried and any(hooks):
+            raise CocaError(
+                f"patch_: {name} has hooks, and another parameter takes its place; remove them, and "
+                "register them again afterwards"
+            )
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:

@@ -437,11 +437,20 @@ class CocaModel(CocaPreTrainedModel):
 def positions(
     inputs_embeds: Tensor, attention_mask: Tensor | dict[str, Tensor] | None, past_len: int
 ) -> Tensor:
-    """Positions of the new tokens, (b or 1, m): tokens before them in the row, without padding."""
+    """Positions of the new tokens, (b or 1, m): tokens before them in the row, without padding.
+
+    Raises ValueError for a 2-d mask that leaves out cached or new tokens.
+    """
     new_len = inputs_embeds.shape[1]
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
         seen = (attention_mask != 0).cumsum(-1)  # a mask may hold the segments' numbers
-        return (seen - 1).clamp(min=0)[:, past_len : past_len + new_len]
+        counted = (seen - 1).clamp(min=0)[:, past_len : past_len + new_len]
+        if counted.shape[1] != new_len:
+            raise ValueError(
+                f"attention_mask: got {attention_mask.shape[1]} columns, expected one for each of the "
+                f"{int(past_len)} cached and {new_len} new tokens"
+            )
+        return counted
     return torch.arange(past_len, past_len + new_len, device=inputs_embeds.device)[None]
 
 
@@ -492,6 +501,9 @@ def planned_length(
 class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
     """`LlamaForCausalLM` over a model of `model_class`; `forward` and the sharding plans are
     inherited.
+
+    A family's class names `GenerationMixin` among its bases: transformers would derive another
+    class from one that came with a checkpoint and does not, and models of it cannot be pickled.
     """
 
     model_class: type[CocaModel]

@@ -18,7 +18,7 @@ collinearity is lost. With the paper's `rotary_pct` of 1, both are the same func
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn.functional import dropout
-from transformers import GPTNeoXConfig
+from transformers import GenerationMixin, GPTNeoXConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP
 
@@ -93,7 +93,7 @@ class CocaGPTNeoXModel(CocaGPTNeoXPreTrainedModel, CocaModel):
         return dropout(inputs_embeds, self.config.hidden_dropout, self.training)
 
 
-class CocaGPTNeoXForCausalLM(CocaGPTNeoXPreTrainedModel, CocaForCausalLM):
+class CocaGPTNeoXForCausalLM(CocaGPTNeoXPreTrainedModel, CocaForCausalLM, GenerationMixin):
     model_class = CocaGPTNeoXModel
 
 

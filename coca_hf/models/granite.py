@@ -4,7 +4,7 @@ embeddings, scores, residual branches and logits.
 
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
-from transformers import GraniteConfig
+from transformers import GenerationMixin, GraniteConfig
 from transformers.models.granite.modeling_granite import GraniteDecoderLayer, GraniteForCausalLM
 
 from .attention import QUERY_SCALE, CocaAttention, KeptAttention
@@ -62,7 +62,7 @@ class CocaGraniteModel(CocaGranitePreTrainedModel, CocaModel):
         return inputs_embeds * self.config.embedding_multiplier
 
 
-class CocaGraniteForCausalLM(CocaGranitePreTrainedModel, CocaForCausalLM):
+class CocaGraniteForCausalLM(CocaGranitePreTrainedModel, CocaForCausalLM, GenerationMixin):
     model_class = CocaGraniteModel
     forward = GraniteForCausalLM.forward
 

@@ -3,7 +3,7 @@ is LLaMA's own.
 """
 
 from huggingface_hub.dataclasses import strict
-from transformers import LlamaConfig
+from transformers import GenerationMixin, LlamaConfig
 
 from .decoder import (
     CocaConfig,
@@ -35,7 +35,7 @@ class CocaLlamaModel(CocaLlamaPreTrainedModel, CocaModel):
     layer_class = CocaLlamaDecoderLayer
 
 
-class CocaLlamaForCausalLM(CocaLlamaPreTrainedModel, CocaForCausalLM):
+class CocaLlamaForCausalLM(CocaLlamaPreTrainedModel, CocaForCausalLM, GenerationMixin):
     model_class = CocaLlamaModel
 
 

@@ -3,7 +3,7 @@ Mistral's own.
 """
 
 from huggingface_hub.dataclasses import strict
-from transformers import MistralConfig
+from transformers import GenerationMixin, MistralConfig
 from transformers.models.mistral.modeling_mistral import MistralMLP, MistralRMSNorm
 
 from .decoder import (
@@ -38,7 +38,7 @@ class CocaMistralModel(CocaMistralPreTrainedModel, CocaModel):
     layer_class = CocaMistralDecoderLayer
 
 
-class CocaMistralForCausalLM(CocaMistralPreTrainedModel, CocaForCausalLM):
+class CocaMistralForCausalLM(CocaMistralPreTrainedModel, CocaForCausalLM, GenerationMixin):
     model_class = CocaMistralModel
 
 

@@ -4,7 +4,7 @@ by layer.
 
 from huggingface_hub.dataclasses import strict
 from torch import nn
-from transformers import Qwen2Config
+from transformers import GenerationMixin, Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
 
 from .attention import CocaAttention, KeptAttention
@@ -61,7 +61,7 @@ class CocaQwen2Model(CocaQwen2PreTrainedModel, CocaModel):
     layer_class = CocaQwen2DecoderLayer
 
 
-class CocaQwen2ForCausalLM(CocaQwen2PreTrainedModel, CocaForCausalLM):
+class CocaQwen2ForCausalLM(CocaQwen2PreTrainedModel, CocaForCausalLM, GenerationMixin):
     model_class = CocaQwen2Model
 
 

@@ -16,7 +16,7 @@ and 4.44 / 4.18 (strict); RMSNorm of t before the ReLU 5.12 / 4.83 and 4.54 / 4.
 
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
-from transformers import Qwen3Config
+from transformers import GenerationMixin, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from .attention import CocaAttention, KeptAttention
@@ -71,7 +71,7 @@ class CocaQwen3Model(CocaQwen3PreTrainedModel, CocaModel):
     layer_class = CocaQwen3DecoderLayer
 
 
-class CocaQwen3ForCausalLM(CocaQwen3PreTrainedModel, CocaForCausalLM):
+class CocaQwen3ForCausalLM(CocaQwen3PreTrainedModel, CocaForCausalLM, GenerationMixin):
     model_class = CocaQwen3Model
 
 

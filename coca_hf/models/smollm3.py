@@ -4,7 +4,7 @@
 
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
-from transformers import SmolLM3Config
+from transformers import GenerationMixin, SmolLM3Config
 
 from .attention import KeptAttention
 from .decoder import (
@@ -59,7 +59,7 @@ class CocaSmolLM3Model(CocaSmolLM3PreTrainedModel, CocaModel):
     layer_class = CocaSmolLM3DecoderLayer
 
 
-class CocaSmolLM3ForCausalLM(CocaSmolLM3PreTrainedModel, CocaForCausalLM):
+class CocaSmolLM3ForCausalLM(CocaSmolLM3PreTrainedModel, CocaForCausalLM, GenerationMixin):
     model_class = CocaSmolLM3Model
 
 

@@ -142,6 +142,7 @@ def original_bounds(stock, g, d):
 
 
 LOAD_WITHOUT_COCA_HF = """
+import pickle
 import sys
 sys.modules["coca_hf"] = None
 import torch
@@ -162,6 +163,7 @@ for source in sys.argv[1:]:
     again = AutoModelForCausalLM.from_pretrained(source + "-copy", trust_remote_code=True)
     ids = torch.arange(60).view(2, 30) * 5 % 89
     assert torch.equal(model(ids).logits, again(ids).logits)
+    assert torch.equal(model(ids).logits, pickle.loads(pickle.dumps(model))(ids).logits)
     torch.save((model(ids).logits, model.generate(ids, max_new_tokens=9)), source + "-copy/outputs.pt")
     if source.endswith("alibi"):
         continue

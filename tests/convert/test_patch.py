@@ -311,6 +311,54 @@ def test_unpatch_keeps_changes_of_unfused_queries_and_values(case, is_shared):
     assert torch.equal(unpatch_(model)(ids).logits, before) != is_shared
 
 
+@pytest.mark.parametrize("case", ["llama", "qwen3", "phi3-window", "neox-partial"])
+def test_unpatch_casts_what_it_restores_as_the_model_was_cast(case):
+    model, ids = stock_model(case), tokens()
+    expected = copy.deepcopy(model).bfloat16()(ids).logits
+    patch_(model, keep_original=True, keep_layers=[1]).bfloat16()
+    assert {p.dtype for p in unpatch_(model).parameters()} == {torch.bfloat16}
+    # the buffer of angles is not rounded
+    assert (model(ids).logits - expected).norm() < 0.1 * expected.norm()
+
+
+def test_unpatch_leaves_dtypes_that_differed_before(model):
+    model.model.layers[1].self_attn.k_proj.double()
+    before = {name: p.dtype for name, p in model.named_parameters()}
+    unpatch_(patch_(model, keep_original=True))
+    assert {name: p.dtype for name, p in model.named_parameters()} == before
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_parameters_that_are_replaced_are_refused_and_others_stay(model, register):
+    calls = []
+    attention = model.model.layers[1].self_attn
+    getattr(attention.q_proj.weight, register)(calls.append)
+    hook = getattr(attention.k_proj.weight, register)(calls.append)
+    message = r"patch_: model.layers.1.self_attn.k_proj.weight has hooks, and another parameter"
+    with pytest.raises(CocaError, match=message):
+        patch_(model)
+    assert type(model) is LlamaForCausalLM
+    hook.remove()
+    ids = tokens()
+    patch_(model)(ids, labels=ids).loss.backward()
+    assert len(calls) == 1
+
+
+def test_parameters_that_are_shared_beside_the_config_are_refused_by_name(model):
+    model.lm_head.weight = model.model.embed_tokens.weight
+    message = "lm_head.weight is model.embed_tokens.weight itself, expected a parameter of its own"
+    with pytest.raises(CocaError, match=message):
+        patch_(model)
+    model.config.tie_word_embeddings = True
+    layers = model.model.layers
+    layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+    message = r"layers.1.mlp.up_proj.weight is model.layers.0.mlp.up_proj.weight itself"
+    with pytest.raises(CocaError, match=message):
+        patch_(model)
+    layers[1].mlp.up_proj.weight = torch.nn.Parameter(layers[0].mlp.up_proj.weight.detach().clone())
+    assert patch_(model).lm_head.weight is model.model.embed_tokens.weight
+
+
 def test_a_head_with_the_numbers_of_the_embedding_stays_a_parameter_of_its_own(model):
     model.config.tie_word_embeddings = True
     model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache
+from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
 
 import coca_hf
 from coca_hf.models.attention import CACHE, NO_CONTENT, ContentPairs
@@ -119,6 +120,15 @@ def test_cached_decoding_in_pieces_equals_the_full_forward_at_every_position(cas
         assert (torch.cat(pieces, dim=1) - expected).abs().max() < 1e-5, kind
 
 
+@pytest.mark.parametrize("columns", [1, 4, 8, 9, 11])
+def test_a_mask_that_leaves_out_cached_or_new_tokens_is_refused(columns):
+    model, ids = tiny_model(), tokens(2, 12)
+    cache = model(ids[:, :8], use_cache=True)[CACHE]
+    said = f"attention_mask: got {columns} columns, expected one for each of the 8 cached and 4 new"
+    with pytest.raises(ValueError, match=said):
+        model(ids[:, 8:], attention_mask=torch.ones(2, columns), **{CACHE: cache})
+
+
 @MENDED_CACHES
 @pytest.mark.parametrize("case", ["mistral-window", "qwen2-window"])
 def test_an_assistant_goes_on_beyond_its_window(case):
@@ -176,6 +186,8 @@ def test_declarations_that_sharding_and_serving_read_have_the_keys_of_kept_layer
     assert all(hasattr(coca_hf, f"{family}{kind}") for kind in ("Config", "Model", "ForCausalLM"))
     carried = sys.modules[type(model).__module__]
     assert all(hasattr(carried, name.split(".")[1]) for name in model.config.auto_map.values())
+    # a class that transformers derives from it could not be pickled
+    assert add_generation_mixin_to_remote_model(type(model)) is type(model)
 
 
 def test_dropout_of_gpt_neox_is_applied_in_training_only():
