@@ -348,13 +348,16 @@ class GgufSource(Source):
 
 
 def _assumed(reader: Any) -> str | None:
-    """The field that a GGUF file lacks and that transformers needs to read it as llama.cpp does.
+    """The field that the GGUF file of a family that coca-convert takes lacks, and that transformers
+    needs to read it as llama.cpp does.
 
     llama.cpp takes as many key/value heads as heads if their number is absent, as it is in files
     made from older configs. transformers does, too, but leaves queries' and keys' rows in the order
     of llama.cpp's rotation.
     """
     family = reader.fields["general.architecture"].contents()
+    if family not in FAMILIES:
+        return None  # refused later
     needed = ("context_length", "attention.head_count_kv", "attention.layer_norm_rms_epsilon")
     names = (f"{family}.{name}" for name in needed)
     return next((name for name in names if name not in reader.fields), None)

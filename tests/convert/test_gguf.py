@@ -185,7 +185,8 @@ def test_what_transformers_ignores_is_refused(case, change, model, tiny_tokenize
 NEEDED = ("attention.head_count_kv", "context_length", "attention.layer_norm_rms_epsilon")
 
 
-@pytest.mark.parametrize(("case", "field"), [("llama", f"llama.{name}") for name in NEEDED])
+@pytest.mark.parametrize("case", ["llama"])
+@pytest.mark.parametrize("field", [f"llama.{name}" for name in NEEDED])
 def test_a_field_for_which_transformers_assumes_a_value_is_refused(
     case, field, model, tiny_tokenizer, tmp_path
 ):
