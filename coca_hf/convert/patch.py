@@ -22,7 +22,7 @@ from coca_hf.models.decoder import CocaConfig, CocaPreTrainedModel
 from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES, CocaRotaryEmbedding
 from coca_hf.weights import HEADS
 
-# in the model's __dict__: its class and __dict__ before patch_, and what it was then, or None
+# in the model's __dict__: its class and __dict__ before patch_, `_places` and `_parts`; or None
 ORIGINAL = "_original_of_patch"
 # attributes of modules that are no floats and that decide what the modules compute
 FLAGS = ("is_causal", "sliding_window", "use_parallel_residual", "use_rope")

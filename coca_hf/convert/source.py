@@ -376,9 +376,11 @@ def _passed_over(reader: Any) -> str | None:
             if value and value != "none":
                 return f"{name}={value!r}"
         # without a type, a factor is that of linear scaling
-        scales = (".rope.scaling.factor", ".rope.scale_linear", ".rope.scaling.attn_factor")
-        is_scale = name.endswith((*scales, ".attention.scale"))
-        if is_scale and (value := field.contents()) not in (0, 1):
+        scales = (
+            *(".rope.scaling.factor", ".rope.scale_linear"),
+            *(".rope.scaling.attn_factor", ".attention.scale"),
+        )
+        if name.endswith(scales) and (value := field.contents()) not in (0, 1):
             return f"{name}={value!r}"
         if name.endswith(".attention.causal") and not (value := field.contents()):
             return f"{name}={value!r}"
