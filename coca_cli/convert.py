@@ -199,7 +199,7 @@ def convert_command(
     device: Annotated[
         str | None,
         fit_option(
-            help="Device to fit on: cpu, cuda, cuda:1 or mps; by default the GPU, if there is one."
+            help="Device to fit on: cpu, cuda, cuda:1 or mps; by default cuda, if there is one, or cpu."
         ),
     ] = None,
     seed: Annotated[
@@ -309,7 +309,7 @@ def _print_conversion(record: dict, dst: str) -> None:
     console.print(f"{dst}: {record['constraint']}, {record['dtype']}")
     _print_sizes(record)
     k, qkv, full = f"{shares['k']:.1%}", f"{shares['qkv']:.1%}", f"{shares['full']:.0%}"
-    _line("trained per stage", f"k {k}, qkv {qkv}, full {full}")
+    _line("trained per stage", f"k {k}, qkv {qkv}, full {full} of the parameters")
     if record["kept_layers"]:
         _line("original attention", f"kept in {kept_in_words(record)}")
     _print_attention(record)
@@ -320,12 +320,13 @@ def _print_conversion(record: dict, dst: str) -> None:
         _line("calibrated", f"{words}; {calibration['seconds']:,.0f} s")
         console.print(
             "Retrieval comes back with training. Next: coca-train recipes/recover.yaml "
-            f"model={shlex.quote(dst)} teacher=ORIGINAL data.sources.0.path=TEXT"
+            f"model={shlex.quote(dst)} teacher=ORIGINAL data.sources.0.path=TEXT "
+            f"data.skip_positions={calibration['reach']}"
         )
     elif needs_training(record):
         console.print(
             "The attention has to be trained before the model is useful, which takes far less after "
-            f"--calibrate TEXT. Next: set `model: {dst}` in a recipe, then coca-train RECIPE "
+            f"--calibrate TEXT. Next: coca-train RECIPE model={shlex.quote(dst)} "
             "(recipes/llama-7b/three-stage.yaml is the paper's)"
         )
 

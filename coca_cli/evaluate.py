@@ -408,7 +408,9 @@ def layers_command(
     sample = texts.draw(run, special_tokens=False)
     for row in options.measure_and_print(run, layer_rows(run, other, sample, cases, texts.seed)):
         if "order" in row:
-            say(f"keep first, by {row['length']} tokens: {','.join(map(str, row['order']))}")
+            say(
+                f"keep first, measured at {row['length']} tokens: {','.join(map(str, row['order']))}"
+            )
 
 
 @app.command("tasks")

@@ -64,7 +64,7 @@ def train_command(
             help="With --plan or --prepare: number of processes that will train, one per GPU.",
         ),
     ] = 1,
-    gpu_memory: Annotated[float, typer.Option(help="With --plan: memory of each GPU in GB.")] = 80,
+    gpu_memory: Annotated[float, typer.Option(help="With --plan: memory of each GPU in GiB.")] = 80,
     gpu: Annotated[
         str,
         typer.Option(
@@ -138,9 +138,18 @@ def train_command(
         trained, rows = (shlex.quote(str(path)) for path in (directory, directory.parent / "rows"))
         say(
             f"next: coca-eval perplexity {trained} --data TEXT --lengths {lengths} --rope "
-            f"default,dynamic:2 --out {rows}"
+            f"{_ropes_to_measure(directory)} --out {rows}"
         )
     PartialState().destroy_process_group()  # gloo's threads may abort a process that exits
+
+
+def _ropes_to_measure(checkpoint: Path) -> str:
+    """With dynamic NTK, unless the model has no RoPE, or one that is scaled already."""
+    from coca_hf.weights import read_json
+
+    rope = read_json(checkpoint / "config.json").get("rope_parameters") or {}
+    is_plain = rope.get("rope_type") == "default" and "original_max_position_embeddings" not in rope
+    return "default,dynamic:2" if is_plain else "default"
 
 
 def _refuse_unused(context: typer.Context, task: str) -> None:

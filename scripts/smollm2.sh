@@ -4,9 +4,9 @@
 #
 #   scripts/smollm2.sh [OUT [KEY=VALUE …]]    # OUT: runs/smollm2-135m; the others change the recipe
 #
-# MODEL: a directory or hub id. BOOKS: text for three quarters of the tokens. CODE: a file for one quarter, made from
-# this machine's Python sources if it does not exist. Run it again after an interruption: finished steps are kept, a
-# killed one continues.
+# MODEL: a directory or hub id. BOOKS: text for three quarters of the tokens, by default
+# ../shared/data/books-train-*.parquet. CODE: a file for one quarter, made from this machine's Python sources if it does
+# not exist. Run it again after an interruption: finished steps are kept, a killed one continues.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-runs/smollm2-135m}

@@ -245,9 +245,9 @@ def wait_until_up(process: subprocess.Popen, url: str, log: Path) -> None:
             time.sleep(0.5)
         else:
             return
-    sys.exit(
-        f"error: vLLM did not start; the end of its log:\n{log.read_text(errors='replace')[-6000:]}"
-    )
+    code, end = process.poll(), log.read_text(errors="replace")[-6000:]
+    how = f"ended with {code}" if code is not None else f"did not answer in {START_SECONDS} s"
+    sys.exit(f"error: vLLM {how}; the end of its log:\n{end}")
 
 
 def stop(process: subprocess.Popen) -> None:

@@ -218,7 +218,7 @@ class Calibration:
             self.harms = layer_harms(pairs, fitted, self.ranking_blocks, folder)
             kept = most_harmful(self.harms, None if self.ranked == "auto" else int(self.ranked))
             named_kept = ", ".join(map(str, kept))
-            notice = f"keeping layers {named_kept}; running the fits of the others beside them"
+            notice = f"keeping layers {named_kept}; measuring the fits of the others beside them"
             report(CalibrationProgress(0, number, None, notice))
             self.seconds.update({"harm": time.perf_counter() - began})
             layout = Layout(layout.source, layout.form, kept)

@@ -241,7 +241,7 @@ def coca_config(
     kept_layers, number = list(kept_layers), fields.get("num_hidden_layers")
     if isinstance(number, int) and not all(0 <= layer < number for layer in kept_layers):
         raise CocaError(
-            f"{where}: --keep-layers: got {kept_layers}, expected different numbers of layers, from "
+            f"{where}: --keep-layers: got {kept_layers}, expected each layer once, numbered from "
             f"0 to {number - 1}"
         )
     with library_errors(where):

@@ -420,9 +420,9 @@ def _settings(row: dict) -> str:
 MEASUREMENT = Measurement(
     task="boundary",
     title="Rotary boundaries",
-    explanation="The angle between query and key before rotation, per rotary pair. Where it lies "
-    "between 180° and 360° the score rises with distance for the nearest tokens (the paper's "
-    "scenario d); strict CoCA makes the angle zero.",
+    explanation="Share of rotary pairs whose angle between query and key, before rotation, lies "
+    "between 180° and 360°: there the score rises with distance for the nearest tokens (the paper's "
+    "scenario d). Strict CoCA makes the angle zero.",
     row=BoundaryRow,
     settings=_settings,
     cell=lambda row: f"{row['value']:.2f}",

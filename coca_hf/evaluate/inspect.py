@@ -15,6 +15,7 @@ from coca_hf.card import content_in_words, kept_in_words
 from coca_hf.convert.config import FAMILIES, cache_numbers, check_not_quantized
 from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.loaded_model import trained_length
+from coca_hf.files import size_in_words
 from coca_hf.models.alibi import AlibiLlamaConfig
 from coca_hf.models.decoder import CocaConfig
 from coca_hf.weights import (
@@ -105,16 +106,16 @@ def describe(facts: dict[str, Any]) -> str:
         cache += f", {share:.1%} of a standard cache's {standard:,}"
     if facts["kv_bytes_fixed"]:
         cache += f", and {facts['kv_bytes_fixed']:,} bytes for sliding windows"
-    gigabytes = facts["weight_bytes"] / 1e9
+    weights = size_in_words(facts["weight_bytes"])
     lines = {
         "family": f"{facts['family']}, {attention}",
         "RoPE": facts["rope"] or "none",
         "trained length": (f"{trained:,} tokens" if trained else "not said") + extended,
-        "parameters": f"{facts['parameters']:,} in {facts['dtype']}, {gigabytes:.2f} GB",
+        "parameters": f"{facts['parameters']:,} in {facts['dtype']}, {weights}",
         "key/value cache": cache,
     }
     if "memory_bytes" in facts:
-        memory = f"{facts['memory_bytes'] / 1e9:,.1f} GB"
+        memory = size_in_words(facts["memory_bytes"])
         context, counted = facts["longest_context"], "one sequence, activations not counted"
         if context is None:
             lines["longest context"] = f"any in {memory}: the cache stops growing"

@@ -436,13 +436,13 @@ def beyond_trained_warning(
         reach = made_for * rope.factor
         if beyond := [str(length) for length in lengths if length + new_tokens > reach]:
             new = f" and {new_tokens} new tokens" if new_tokens else ""
-            tokens = f"the {int(reach)} tokens of --rope {rope}"
+            tokens = f"the {int(reach)} tokens that --rope {rope} reaches"
             parts.append(f"lengths {', '.join(beyond)}{new} are beyond {tokens}")
     remedy = ""
     with suppress(CocaError):
         check_rope(model, Rope("dynamic", 4.0))
-        remedy = "; --rope dynamic:4 extends it"
-    return f"{'; '.join(parts)}, as the model was made{remedy}" if parts else None
+        remedy = "; --rope dynamic:4 reaches further"
+    return f"{'; '.join(parts)}{remedy}" if parts else None
 
 
 def _text_config(model: PreTrainedModel) -> PreTrainedConfig:

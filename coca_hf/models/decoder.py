@@ -199,7 +199,7 @@ class CocaConfig(PreTrainedConfig):
             layers = getattr(self, name)
             if len(set(layers)) < len(layers) or not all(0 <= layer <= last for layer in layers):
                 raise ValueError(
-                    f"{name} is {layers}, expected different numbers of layers, from 0 to {last}"
+                    f"{name} is {layers}, expected each layer once, numbered from 0 to {last}"
                 )
         if both := sorted({*self.coca_kept_layers} & {*self.coca_content_layers}):
             raise ValueError(

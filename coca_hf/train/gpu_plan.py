@@ -146,7 +146,7 @@ def plan_recipe(
     if world_size < 1 or not 0 < gpu_memory < math.inf or not 0 < mfu <= 1:
         raise CocaError(
             f"got --world-size {world_size}, --gpu-memory {gpu_memory:g}, --mfu {mfu:g}; expected "
-            "one GPU or more, memory above 0 GB and an MFU above 0, at most 1"
+            "one GPU or more, memory above 0 GiB and an MFU above 0, at most 1"
         )
     if dist.is_initialized():
         raise CocaError(
@@ -285,7 +285,7 @@ def _words(stage: str, is_fused: bool, before: Setting, after: Setting) -> str:
 def plan_table(plan: Plan) -> Table:
     """A plan as a table: what stages train and cost, and a GPU's memory at its peak."""
     table = Table(
-        title=f"{plan.world_size} x {plan.gpu}, {plan.gpu_bytes / GIB:g} GB each, "
+        title=f"{plan.world_size} x {plan.gpu}, {plan.gpu_bytes / GIB:g} GiB each, "
         f"at MFU {plan.mfu:g} of {plan.peak_flops / 1e12:g} TFLOPS (dense bf16)",
     )
     table.add_column("on one GPU at the moment of its peak")

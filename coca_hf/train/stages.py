@@ -258,9 +258,10 @@ def _run_stage(recipe: Recipe, stage: ResolvedStage, blocks: Blocks, stop: StopR
     # Accelerate turns it on for torch_compile without bf16, and leaves it on for later stages
     torch.backends.cuda.matmul.allow_tf32 = bool(arguments.tf32)
 
+    steps, per_step = arguments.max_steps, stage.blocks_per_step
     said = (
         f"{stage.directory}: trains {trained:,} of {total:,} parameters ({trained / total:.1%}) "
-        f"for {arguments.max_steps:,} steps of {stage.blocks_per_step:,} blocks, "
+        f"for {steps:,} step{'s' * (steps > 1)} of {per_step:,} block{'s' * (per_step > 1)}, "
         f"{stage.num_blocks * seq_len:,} tokens"
     )
     if not options.global_batch_size:
@@ -289,8 +290,8 @@ def _announce_surprises(recipe: Recipe, stage: ResolvedStage) -> None:
     where = f"stages.{stage.name}"
     if expected := recipe.batch_in_file(stage.of_recipe):
         announce(
-            f"{where}: got {stage.blocks_per_step:,} blocks a step, expected {expected:,} as the "
-            "recipe's file says; the numbers in its header are for those"
+            f"{where}: takes {stage.blocks_per_step:,} blocks a step, not the {expected:,} of the "
+            "recipe's file, for which its header gives cost and results"
         )
     if recipe.teacher and not stage.of_recipe.needs_teacher:
         announce(f"{where}: learns nothing from the teacher: no objective is distill")

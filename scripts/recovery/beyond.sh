@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Perplexity and passkeys beyond the trained length of SmolLM2-135M (8,192), as it is and with two RoPE settings: issue 19.
+# It needs novels, ../shared/data/books-test.parquet.
 # Usage: beyond.sh OUT MODEL NAME [WINDOW]   (about 40 minutes of one CPU core per model; use the same OUT for several models)
 # WINDOW: measure perplexity alone, of a copy of MODEL whose kept layers attend to that many tokens.
 set -euo pipefail

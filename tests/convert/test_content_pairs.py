@@ -142,7 +142,7 @@ def test_ranked_layers_that_are_kept_have_no_content_pairs(tiny_llama_dir, calib
     assert sorted(record["kept_layers"] + record["content_layers"]) == [0, 1, 2]
     assert [notice for notice in found if notice][1:3] == [
         "measuring the harm of converting each of 3 layers alone",
-        f"keeping layers {record['kept_layers'][0]}; running the fits of the others beside them",
+        f"keeping layers {record['kept_layers'][0]}; measuring the fits of the others beside them",
     ]
     assert "harm" in record["calibration"]["seconds_by_part"]
 

@@ -232,7 +232,7 @@ def test_record_says_what_was_converted_and_by_which_rule(tiny_llama_dir, tiny_c
 def test_the_command_says_what_to_do_next(tiny_llama_dir, tmp_path, converts):
     printed = converts(tiny_llama_dir, tmp_path / "dst")
     assert "less after --calibrate TEXT" in printed
-    assert f"set `model: {tmp_path / 'dst'}` in a recipe, then coca-train" in printed
+    assert f"Next: coca-train RECIPE model={tmp_path / 'dst'} (" in printed
 
 
 def test_stock_llama_loads_no_coca_checkpoint_unnoticed(tiny_coca_dir):

@@ -143,7 +143,7 @@ def test_records_from_which_no_card_can_be_made_are_refused_before_anything_is_w
 
 @pytest.mark.parametrize("layers", [[3], [-1], [1, 0, 1]])
 def test_layers_that_are_not_there_or_named_twice_are_refused(layers, tiny_llama_dir, tmp_path):
-    absent = "expected different numbers of layers, from 0 to 2"
+    absent = "expected each layer once, numbered from 0 to 2"
     twice = r"^--keep-layers: got layer 1 more than once in \[1, 0, 1\], expected each"
     message = twice if len(layers) == 3 else f"--keep-layers: got .*{absent}"
     refuses(message, tiny_llama_dir, tmp_path / "dst", keep_layers=layers)
@@ -206,8 +206,11 @@ def test_the_command_keeps_the_layers_whose_calibrated_conversion_harms_most(
         r"calibrating layers, divergence \S+ nats: 2 of 3, about \d+ s left\n", printed
     )
     assert re.search(r"calibrating layers, divergence \S+ nats: 3 of 3\n", printed)
-    assert "model=" in printed.partition("Retrieval comes back with training")[2]
     record = record_of(tmp_path / "dst")
+    advice = printed.partition("Retrieval comes back with training")[2]
+    assert "model=" in advice
+    # recover.yaml has 8,192, which is refused for a model of fewer positions
+    assert f"data.skip_positions={record['calibration']['reach']}\n" in advice
     harms = record["calibration"]["layer_harm"]
     assert len(harms) == 3
     kept = most_harmful(harms, None)

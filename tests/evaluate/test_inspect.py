@@ -90,7 +90,7 @@ def test_cache_of_sliding_windows_stops_growing(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert cache_bytes(model) <= facts["kv_bytes_fixed"] == 8 * width
     assert facts["longest_context"] is None
-    assert "any in 0.0 GB: the cache stops growing" in describe(facts)
+    assert "any in 10.00 MB: the cache stops growing" in describe(facts)
     convert_checkpoint(tmp_path, tmp_path / "coca")
     cache = "32 bytes per token, and 2,304 bytes for sliding windows"
     assert cache in describe(inspect_checkpoint(tmp_path / "coca"))
@@ -106,7 +106,7 @@ def test_longest_context_is_the_last_that_fits(tiny_coca_dir):
     assert weights + cache_bytes(model, torch.zeros(1, longest + 1, dtype=torch.long)) > 10**6
     assert inspect_checkpoint(tiny_coca_dir, weights)["longest_context"] == 0
     assert inspect_checkpoint(tiny_coca_dir, 1)["longest_context"] == 0
-    assert "none: 0.0 GB do not hold" in describe(inspect_checkpoint(tiny_coca_dir, 1))
+    assert "none: 0.00 MB do not hold" in describe(inspect_checkpoint(tiny_coca_dir, 1))
 
 
 def test_an_ntk_export_shows_its_trained_length(tmp_path, tiny_coca_dir):

@@ -126,7 +126,9 @@ def test_the_command_and_the_page_say_which_layers_to_keep_first(
     code, stdout, stderr = coca_eval(f"layers {tiny_llama_dir} {tiny_coca_dir}", options)
     assert code == 0, stderr
     assert "layers by context length" in stdout
-    assert re.search(r"^keep first, by 30 tokens: [012],[012],[012]$", stdout, re.MULTILINE)
+    assert re.search(
+        r"^keep first, measured at 30 tokens: [012],[012],[012]$", stdout, re.MULTILINE
+    )
     assert coca_eval(f"report {out} --out {tmp_path / 'page'}")[0] == 0
     page = (tmp_path / "page" / "report.md").read_text()
     measures = "perplexity | second copy (nats) | read again (nats)"

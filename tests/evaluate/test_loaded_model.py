@@ -456,7 +456,7 @@ def test_a_model_without_rotary_embedding_takes_only_default_and_is_not_told_to_
     use_rope_(model, Rope("default"), 20)
     with pytest.raises(CocaError, match="GPT2LMHeadModel, which has no rotary embedding"):
         check_rope(model, Rope("linear", 2.0))
-    warning = "lengths 40 are beyond the 32 tokens of --rope default, as the model was made"
+    warning = "lengths 40 are beyond the 32 tokens that --rope default reaches"
     assert beyond_trained_warning(model, [Rope("default")], [40]) == warning
 
 
@@ -464,15 +464,15 @@ def test_lengths_beyond_the_trained_one_are_warned_of_under_static_settings(dire
     model = load(directory)
     default, dynamic, linear, yarn = parse_ropes("default,dynamic:2,linear:2,yarn:4")
     warning = beyond_trained_warning(model, [default, dynamic], [32, 65, 128])
-    assert "lengths 65, 128 are beyond the 64 tokens of --rope default" in warning
+    assert "lengths 65, 128 are beyond the 64 tokens that --rope default reaches" in warning
     assert beyond_trained_warning(model, [default], [32, 64]) is None
     assert beyond_trained_warning(model, [dynamic], [128]) is None
     warning = beyond_trained_warning(model, [linear, yarn], [128, 200, 400])
-    of_linear = "lengths 200, 400 are beyond the 128 tokens of --rope linear:2"
+    of_linear = "lengths 200, 400 are beyond the 128 tokens that --rope linear:2 reaches"
     assert f"{of_linear}; lengths 400 are beyond the 256" in warning
     warning = beyond_trained_warning(model, [default], [62, 63], 2)
     assert "lengths 63 and 2 new tokens are beyond the 64" in warning
-    assert warning.endswith("; --rope dynamic:4 extends it")
+    assert warning.endswith("; --rope dynamic:4 reaches further")
     scaled = load(directory, "yarn", 4.0, original_max_position_embeddings=64)
-    warning = "lengths 257 are beyond the 256 tokens of --rope default, as the model was made"
+    warning = "lengths 257 are beyond the 256 tokens that --rope default reaches"
     assert beyond_trained_warning(scaled, [default], [256, 257]) == warning

@@ -291,7 +291,7 @@ def test_the_command_prints_a_table_and_notes(path):
     arguments.append("stages.full.max_steps=10_000_000")
     result = CliRunner().invoke(train_app, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.exception
-    assert "2 x H100, 80 GB each, at MFU 0.4 of 989 TFLOPS" in result.stdout
+    assert "2 x H100, 80 GiB each, at MFU 0.4 of 989 TFLOPS" in result.stdout
     assert "stages.k: planned without torch_compile" in result.stdout
     (tokens,) = [line for line in result.stdout.splitlines() if line.startswith("│ tokens ")]
     assert re.findall(r"[\d,.]+B?", tokens) == ["2,400", "4.8B"]

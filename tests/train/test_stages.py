@@ -1,6 +1,7 @@
 """What a stage changes, what it leaves behind, and what it refuses before it writes."""
 
 import itertools
+import json
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import yaml
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
+from coca_cli.train import _ropes_to_measure
 from coca_hf import CocaError, convert_checkpoint
 from coca_hf.train.preflight import resolve_stages
 from coca_hf.train.processes import Stopped
@@ -262,6 +264,24 @@ def test_the_command_trains_and_says_where_the_result_is(recipe_path, tmp_path, 
     assert record(out / "1-k")["tokens"] == 4 * 20
 
 
+ROPES_TO_MEASURE = {
+    "plain": ({"rope_type": "default"}, "default,dynamic:2"),
+    "interpolated": ({"rope_type": "linear", "factor": 2.0}, "default"),
+    "with an NTK base": (
+        {"rope_type": "default", "original_max_position_embeddings": 8},
+        "default",
+    ),
+    "ALiBi": (None, "default"),
+}
+
+
+@pytest.mark.parametrize("kind", ROPES_TO_MEASURE)
+def test_what_the_command_advises_to_measure_is_not_refused(kind, tmp_path):
+    rope, expected = ROPES_TO_MEASURE[kind]
+    (tmp_path / "config.json").write_text(json.dumps({"rope_parameters": rope}))
+    assert _ropes_to_measure(tmp_path) == expected
+
+
 @pytest.mark.parametrize(
     ("option", "said"),
     [
@@ -355,7 +375,7 @@ def test_a_recipe_knows_which_overrides_change_the_blocks_of_a_step(setting, glo
 
 
 ANNOUNCED = {
-    "stages.k.global_batch_size=8": "stages.k: got 8 blocks a step, expected 4 as the recipe's file says",
+    "stages.k.global_batch_size=8": "stages.k: takes 8 blocks a step, not the 4 of the recipe's file",
     "teacher=ORIGINAL": "stages.k: learns nothing from the teacher: no objective is distill",
     "stages.k.warmup_steps=7": "stages.k: got warmup_steps 7 of 1 steps, expected fewer",
     "training.seed=3": "stages.k: got seed 3, which draws adapters, dropout and noise; data.seed draws the blocks",
@@ -375,7 +395,7 @@ def test_what_a_run_does_otherwise_than_its_recipe_seems_to_say_is_announced(
     assert [printed.count(line) for line in ANNOUNCED.values()] == [
         int(other == setting) for other in ANNOUNCED
     ]
-    assert " for 1 steps of " in printed
+    assert " for 1 step of " in printed
     assert DEPENDS not in printed
 
 
