@@ -22,6 +22,8 @@ console = PlainConsole(stderr=True, soft_wrap=True)
 # Typer's error for options, arguments and commands that are wrong or do not exist; one line. To
 # import CocaError would import all of coca_hf.
 BadOption: Any = typer.BadParameter.__base__
+# Options of several things, so that a second one looks like one more
+TAKEN_ONCE = ("--adapter", "--calibrate", "--content-layers", "--keep-layers")
 INTERRUPTED = 130  # typer's exit code after Ctrl-C
 
 
@@ -57,6 +59,7 @@ def run(module: str, extra: str) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     try:
         _refuse_empty_words()
+        _refuse_second_values()
         status = import_module(module).app(standalone_mode=False) or 0
         if status == INTERRUPTED and extra != "train":  # which says more
             console.print("interrupted; the same command continues")
@@ -91,6 +94,16 @@ def _refuse_empty_words() -> None:
             option = word.removesuffix("=") or before
             where = option if option.startswith("-") else f"argument {number}"
             raise BadOption(f"{where}: got an empty word, expected a value; is a variable unset?")
+
+
+def _refuse_second_values() -> None:
+    """Raises BadOption for `--adapter A --adapter B`, of which typer would drop A without a word."""
+    found: dict[str, str] = {}
+    for word, following in pairwise([*sys.argv, ""]):
+        option, equals, value = word.partition("=")
+        value = value if equals else following
+        if option in TAKEN_ONCE and found.setdefault(option, value) != value:
+            raise BadOption(f"{option}: got {found[option]!r} and {value!r}, expected one of them")
 
 
 def refuse_other_encodings() -> None:

@@ -52,6 +52,8 @@ WRONG = {
     "coca-convert a b --calibrate-tokens 0": "--calibrate-tokens: got 0, expected greater than or "
     "equal to 1",
     "coca-convert a": "Missing argument 'dst'",
+    "coca-convert a b --adapter c --adapter=d": "--adapter: got 'c' and 'd', expected one of them",
+    "coca-convert a b --keep-layers 3, --keep-layers 5,": "--keep-layers: got '3,' and '5,', expected",
     "coca-train a.yaml --stages k": "No such option: --stages",
     "coca-train a --plan --stage k": "--stage: --plan does not take it, only a run does; leave it",
     "coca-train a --plan --out x": "--out: --plan does not take it, only a run does",
@@ -102,6 +104,18 @@ def test_a_wrong_option_is_refused_in_one_line_before_anything_is_imported(run, 
     assert printed.startswith("error: ")
     assert WRONG[command] in printed
     assert printed.count("\n") == 1
+
+
+def test_other_options_may_be_given_again(monkeypatch):
+    got = {}
+    monkeypatch.setattr("coca_hf.convert.convert_checkpoint", lambda **given: got.update(given))
+    monkeypatch.setattr("coca_cli.convert._print_conversion", lambda *_: None)
+    words = "a b --adapter c --adapter c --ignore-field d --ignore-field e --seed 1 --seed 2"
+    words += " --calibrate f"
+    monkeypatch.setattr(sys, "argv", ["coca-convert", *words.split()])
+    with pytest.raises(SystemExit, match="0"):
+        main.convert()
+    assert (got["adapter"], [*got["ignore_fields"]], got["seed"]) == ("c", ["d", "e"], 2)
 
 
 @pytest.mark.parametrize("command", ["coca-convert", "coca-train"])

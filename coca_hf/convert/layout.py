@@ -46,6 +46,7 @@ CODE = [
     *sorted(Path(models.__file__).parent.glob("*.py")),
     Path(tokens.__file__),
 ]
+RELEASED_THETA = 10000.0  # of the authors' LLaMA, whatever its config.json says
 MOST_ROUNDING = 0.1  # of the norm of a head of W_T: bfloat16 takes 0.002, so this is underflow
 
 
@@ -401,6 +402,7 @@ def _check_released(config: CocaConfig, family: Family | None, where: str) -> No
     """Raise CocaError if `config` does not allow the released layout, which is that of `where`.
 
     Below a rotary_pct of 1, the released code pairs t wrongly, and its weights are no CoCA model's.
+    Its LLaMA ignores `rope_theta`, so what a config says there is not what the weights know.
     """
     kind = config.model_type.removeprefix("coca_")
     problems = {
@@ -417,6 +419,11 @@ def _check_released(config: CocaConfig, family: Family | None, where: str) -> No
             f"{where}: got the released CoCA layout with {', '.join(found)}, expected a llama or "
             "gpt_neox of the authors' code in the slack form, all of whose pairs are rotated and "
             "whose layers stay as they are"
+        )
+    if kind == "llama" and (theta := config.rope_parameters["rope_theta"]) != RELEASED_THETA:
+        raise CocaError(
+            f"{where}: got the released CoCA layout with rope_theta={theta:g}, which the authors' code "
+            f"ignores: it computes with {RELEASED_THETA:g}; set that in config.json"
         )
 
 

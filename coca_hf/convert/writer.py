@@ -85,11 +85,15 @@ class Staging:
                 _check_plain(path, path.is_dir())
 
     def recover(self) -> None:
-        """Put back a destination that an interrupted run had moved away to replace it.
+        """Put back a destination that an interrupted run had moved away to replace it, and remove
+        what a run left that was killed after `publish`.
 
         Raises CocaError if something else has taken its place in the meantime; both are kept.
         """
         if not os.path.lexists(self._replaced):
+            is_published = self._manifest.exists() and not os.path.lexists(self.checkpoint)
+            if is_published and os.path.lexists(self.target):
+                self.discard()
             return
         if not os.path.lexists(self.target):
             self._replaced.rename(self.target)
@@ -114,6 +118,8 @@ class Staging:
             return
         finished = self._read_manifest(made_from)
         if finished is None:
+            # `recover` takes a manifest without a checkpoint for what `publish` leaves
+            self._manifest.unlink(missing_ok=True)
             _remove(self.checkpoint)
             self.checkpoint.mkdir()
             self.start_over(made_from)

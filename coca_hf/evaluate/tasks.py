@@ -88,12 +88,14 @@ def parse_tasks(text: str, include_path: str | None = None) -> list[str]:
     include_path: a directory of your own tasks.
 
     Raises CocaError if lm-eval does not know a task or has no number for a group of tasks, or if
-    there is no such directory.
+    there is no such directory, or one of tasks that would not run.
     """
     if include_path is not None and not Path(include_path).is_dir():
         problem = f"got {include_path!r}, expected a directory of lm-eval tasks"
         raise CocaError(f"--include-path: {problem}")
     manager = _task_manager(include_path)
+    if include_path is not None:
+        _check_own(Path(include_path), manager.task_index)
     names: list[str] = []
     for name in (part.strip() for part in text.split(",")):
         names += itertools.chain(*DIMENSIONS.values()) if name == GROUP else [name]
@@ -111,6 +113,24 @@ def parse_tasks(text: str, include_path: str | None = None) -> list[str]:
             )
         tasks += sorted(entry.tags) if name in manager.all_tags else [name]
     return list(dict.fromkeys(tasks))
+
+
+def _check_own(directory: Path, index: dict[str, Any]) -> None:
+    """Raise CocaError for a file that lm-eval passes over without a word, running its own task of
+    that name if there is one, and for a task with a name of RULER's, which would run instead.
+    """
+    import yaml  # lm-eval brings it
+
+    for file in sorted(directory.rglob("*.yaml")):
+        with library_errors(f"--include-path: {file} is not YAML, so lm-eval would pass over it"):
+            yaml.compose(file.read_text(encoding="utf-8"))
+    for name in ruler_tasks():
+        path = index[name].yaml_path if name in index else None
+        if path and path.is_relative_to(directory):
+            raise CocaError(
+                f"--include-path: {path}: got task {name!r}, a name of lm-eval's RULER, which would run "
+                "instead; give it another name"
+            )
 
 
 def ruler_tasks() -> list[str]:

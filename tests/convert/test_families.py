@@ -229,6 +229,14 @@ def test_what_the_released_layout_does_not_have_is_refused(tmp_path, found, fiel
     assert not (tmp_path / "dst").exists()
 
 
+@pytest.mark.parametrize("case", ["mha", "dynamic"])
+def test_a_rotary_base_that_the_released_llama_ignores_is_refused(tmp_path, case):
+    write_golden(tmp_path / "src", case, rope_theta=500000.0)
+    message = "rope_theta=500000, which the authors' code ignores: it computes with 10000; set that"
+    refuses(message, tmp_path / "src", tmp_path / "dst")
+    assert not (tmp_path / "dst").exists()
+
+
 def test_the_released_layout_of_another_family_is_refused(tmp_path, converted):
     message = "got the released CoCA layout with qwen2, expected a llama or gpt_neox"
     refuses(message, converted("qwen2")[0], tmp_path / "dst", released=True)

@@ -14,6 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_hf import CocaError, convert_checkpoint
+from coca_hf.convert.writer import Staging
 from tests.conftest import flip
 from tests.convert.checkpoints import (
     PROCESSES,
@@ -123,6 +124,20 @@ def test_a_killed_conversion_continues_from_its_finished_shards(source, expected
         continues(source, dst, expected)
         shutil.rmtree(dst)
         assert not list(tmp_path.iterdir())
+
+
+def test_what_a_run_left_that_was_killed_after_its_last_rename_is_removed(
+    source, expected, tmp_path, monkeypatch
+):
+    """Also by a run that is refused because the destination is complete."""
+    dst = tmp_path / "dst"
+    monkeypatch.setattr(Staging, "discard", lambda self: None)
+    convert_checkpoint(source, dst, **SHARDS)
+    monkeypatch.undo()
+    (tmp_path / ".dst.incomplete" / "calibrated").mkdir()
+    refuses("dst: exists and is left as it is", source, dst, **SHARDS)
+    assert [file.name for file in tmp_path.iterdir()] == ["dst"]
+    assert bytes_of(dst) == expected
 
 
 @pytest.mark.real

@@ -249,6 +249,19 @@ def test_tasks_that_lm_eval_cannot_read_or_run_are_one_line(coca, task_dir, tmp_
         measured(coca, NAMES[:1], tmp_path, task_dir)
 
 
+def test_own_tasks_that_would_not_run_are_refused(tmp_path):
+    """lm-eval passes over what is not YAML, and would then run its own task of that name."""
+    file = tmp_path / "piqa.yaml"
+    file.write_text("task: piqa\ndataset_path: [json\n")
+    with pytest.raises(CocaError, match=r"--include-path: .*piqa\.yaml is not YAML, so lm-eval"):
+        parse_tasks("piqa", str(tmp_path))
+    file.write_text("task: niah_single_1\ndataset_path: json\ncustom: !function own.function\n")
+    said = "got task 'niah_single_1', a name of lm-eval's RULER, which would run instead"
+    tasks._task_manager.cache_clear()
+    with pytest.raises(CocaError, match=said):
+        parse_tasks("niah_single_1", str(tmp_path))
+
+
 def test_a_tag_is_its_tasks_and_a_group_without_a_metric_is_refused_before_a_run(tmp_path):
     for name in "ba":
         (tmp_path / f"{name}.yaml").write_text(f"task: {name}\ntag: letters\ndataset_path: json\n")
