@@ -90,21 +90,20 @@ class Staging:
 
         Raises CocaError if something else has taken its place in the meantime; both are kept.
         """
-        if not os.path.lexists(self._replaced):
-            is_published = self._manifest.exists() and not os.path.lexists(self.checkpoint)
-            if is_published and os.path.lexists(self.target):
-                self.discard()
-            return
-        if not os.path.lexists(self.target):
-            self._replaced.rename(self.target)
-        elif not os.path.lexists(self.checkpoint):
-            _remove(self._replaced)  # the new checkpoint is in place
-        else:
-            raise CocaError(
-                f"{self.target}: appeared while the checkpoint there was being replaced, which is "
-                f"kept in {self._replaced}; move one of them elsewhere, then run the same command "
-                "again"
-            )
+        if os.path.lexists(self._replaced):
+            if not os.path.lexists(self.target):
+                self._replaced.rename(self.target)
+            elif not os.path.lexists(self.checkpoint):
+                _remove(self._replaced)  # the new checkpoint is in place
+            else:
+                raise CocaError(
+                    f"{self.target}: appeared while the checkpoint there was being replaced, which "
+                    f"is kept in {self._replaced}; move one of them elsewhere, then run the same "
+                    "command again"
+                )
+        is_published = self._manifest.exists() and not os.path.lexists(self.checkpoint)
+        if is_published and os.path.lexists(self.target):
+            self.discard()
 
     def begin(self, made_from: str | None, shards: Collection[str]) -> None:
         """Keep the `shards` that an earlier run finished, if it made the same; remove the rest.
@@ -166,9 +165,9 @@ class Staging:
         sync(self.target.parent)
 
     def discard(self) -> None:
-        """Remove everything but the lock."""
+        """Remove everything but the lock; the manifest last, so that `recover` can finish it."""
         self.finished = {}
-        for path in (self._manifest, self.calibrated, self.checkpoint, self._replaced):
+        for path in (self.calibrated, self.checkpoint, self._replaced, self._manifest):
             _remove(path)
 
     def _read_manifest(self, made_from: str) -> list[FinishedShard] | None:

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_hf import CocaError, convert_checkpoint
-from coca_hf.convert.writer import Staging
+from coca_hf.convert import writer
 from tests.conftest import flip
 from tests.convert.checkpoints import (
     PROCESSES,
@@ -130,11 +130,18 @@ def test_what_a_run_left_that_was_killed_after_its_last_rename_is_removed(
     source, expected, tmp_path, monkeypatch
 ):
     """Also by a run that is refused because the destination is complete."""
-    dst = tmp_path / "dst"
-    monkeypatch.setattr(Staging, "discard", lambda self: None)
-    convert_checkpoint(source, dst, **SHARDS)
+    dst, left, remove = tmp_path / "dst", tmp_path / ".dst.incomplete/calibrated", writer._remove
+
+    def killed_at_calibrated(path):
+        if path == left:
+            raise Stop
+        remove(path)
+
+    monkeypatch.setattr(writer, "_remove", killed_at_calibrated)
+    with pytest.raises(Stop):
+        convert_checkpoint(source, dst, **SHARDS)
     monkeypatch.undo()
-    (tmp_path / ".dst.incomplete" / "calibrated").mkdir()
+    left.mkdir(parents=True)
     refuses("dst: exists and is left as it is", source, dst, **SHARDS)
     assert [file.name for file in tmp_path.iterdir()] == ["dst"]
     assert bytes_of(dst) == expected
