@@ -199,7 +199,7 @@ def convert_command(
     device: Annotated[
         str | None,
         fit_option(
-            help="Device to fit on: cpu, cuda, cuda:1 or mps; by default cuda, if there is one, or cpu."
+            help="Device to fit on: cpu, cuda, cuda:1 or mps; by default cuda or, without it, cpu."
         ),
     ] = None,
     seed: Annotated[

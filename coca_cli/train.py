@@ -136,20 +136,8 @@ def train_command(
         lengths = f"{checked.data.seq_len},{2 * checked.data.seq_len}"
         say(f"checkpoint: {directory}")
         trained, rows = (shlex.quote(str(path)) for path in (directory, directory.parent / "rows"))
-        say(
-            f"next: coca-eval perplexity {trained} --data TEXT --lengths {lengths} --rope "
-            f"{_ropes_to_measure(directory)} --out {rows}"
-        )
+        say(f"next: coca-eval perplexity {trained} --data TEXT --lengths {lengths} --out {rows}")
     PartialState().destroy_process_group()  # gloo's threads may abort a process that exits
-
-
-def _ropes_to_measure(checkpoint: Path) -> str:
-    """With dynamic NTK, unless the model has no RoPE, or one that is scaled already."""
-    from coca_hf.weights import read_json
-
-    rope = read_json(checkpoint / "config.json").get("rope_parameters") or {}
-    is_plain = rope.get("rope_type") == "default" and "original_max_position_embeddings" not in rope
-    return "default,dynamic:2" if is_plain else "default"
 
 
 def _refuse_unused(context: typer.Context, task: str) -> None:
