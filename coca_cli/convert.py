@@ -219,8 +219,8 @@ def convert_command(
             raise BadOption(f"{option.opts[0]}: got it without --calibrate, expected both")
     options = {name: value for name, value in context.params.items() if value is not None}
     options["private"] = not options.pop("public")
-    from coca_hf.convert import convert_checkpoint
     from coca_hf.convert.calibration import CalibrationProgress, in_words
+    from coca_hf.convert.conversion import convert_checkpoint
 
     is_silent = not console.is_terminal
     with Progress(console=console, transient=True, disable=is_silent) as bar:

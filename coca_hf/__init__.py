@@ -2,7 +2,9 @@
 classes.
 """
 
+from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils.versions import require_version
@@ -11,7 +13,6 @@ SUPPORTED_TRANSFORMERS = "transformers>=5.17,<5.25"
 
 require_version(SUPPORTED_TRANSFORMERS, f"coca_hf: pip install '{SUPPORTED_TRANSFORMERS}'")
 
-from coca_hf.convert import convert_checkpoint, patch_, unpatch_  # noqa: E402
 from coca_hf.errors import CocaError  # noqa: E402
 from coca_hf.kernels import register as register_kernels  # noqa: E402
 from coca_hf.models.alibi import AlibiLlamaConfig, AlibiLlamaForCausalLM, AlibiLlamaModel  # noqa: E402
@@ -71,3 +72,15 @@ for config, causal_lm in (
     AutoModelForCausalLM.register(config, causal_lm)
 AutoModel.register(AlibiLlamaConfig, AlibiLlamaModel)  # the others: `decoder.classifiers`
 del config, causal_lm, register_kernels
+
+if TYPE_CHECKING:
+    from coca_hf.convert.conversion import convert_checkpoint
+    from coca_hf.convert.patch import patch_, unpatch_
+else:
+    CONVERSION = {"convert_checkpoint": "conversion", "patch_": "patch", "unpatch_": "patch"}
+
+    def __getattr__(name):
+        """Import conversion when it is used: loading a model and generating need none of it."""
+        if name not in CONVERSION:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"coca_hf.convert.{CONVERSION[name]}"), name)

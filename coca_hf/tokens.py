@@ -18,6 +18,11 @@ NO_TOKENIZER = (
     "got no tokenizer that can be loaded, expected one beside the model; copy tokenizer.json and "
     "tokenizer_config.json of the original model there"
 )
+# files of tokenizers that transformers does not write but other engines read
+FOREIGN_TOKENIZERS = (
+    *("tokenizer.model*", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model"),
+    *("tekken.json", "tokenizer.tiktoken", "qwen.tiktoken"),
+)
 PIECE_CHARACTERS = 2**20  # a call of the tokenizer: about a second, and 250,000 tokens
 
 

@@ -1,6 +1,8 @@
 """Imports point down, never up, and the files that travel in checkpoints stand alone."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import coca_hf
 ROOT = Path(coca_hf.__file__).parent
 FLOORS = {
     "errors": 0,
+    "precision": 0,
     "provenance": 0,
     "files": 1,
     "models": 0,
@@ -79,3 +82,15 @@ def test_what_travels_in_checkpoints_imports_only_what_travels(tmp_path, config)
     family = config.model_type.removeprefix("coca_") + ".py"
     is_alibi = config is coca_hf.AlibiLlamaConfig
     assert travelling == ({"alibi.py", "attention.py"} if is_alibi else SHARED | {family})
+
+
+def test_loading_a_model_imports_no_conversion():
+    code = (
+        "import sys, coca_hf\n"
+        "assert not [name for name in sys.modules if name.startswith('coca_hf.convert')]\n"
+        "from coca_hf import patch_\n"
+        "assert coca_hf.patch_ is patch_ is sys.modules['coca_hf.convert.patch'].patch_"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="module 'coca_hf' has no attribute 'pach_'"):
+        coca_hf.pach_  # noqa: B018

@@ -9,13 +9,12 @@ from pathlib import Path
 import torch
 import xxhash
 from torch import Tensor
+from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
 from coca_hf.convert.initialise import Shape
 from coca_hf.errors import CocaError, short
 from coca_hf.weights import BLOCK_BYTES, FLOATS, HEADS, WeightsFile, checkpoint_file, read_json
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
 REMEDY = "merge it with peft's merge_and_unload first, and convert the result"
 # Fields that do not change what is merged. Fields that are off (null, false, empty) do not, either,
 # and the rest is refused.
@@ -44,10 +43,10 @@ class Adapter:
     """
 
     def __init__(self, directory: Path):
-        self.config_file = checkpoint_file(directory, CONFIG)
+        self.config_file = checkpoint_file(directory, ADAPTER_CONFIG_NAME)
         config = read_json(self.config_file)
         self.rank, self.scale = self._rank_and_scale(config)
-        self.weights = WeightsFile(checkpoint_file(directory, WEIGHTS))
+        self.weights = WeightsFile(checkpoint_file(directory, ADAPTER_SAFE_WEIGHTS_NAME))
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
             self.targets = self._check_names()
@@ -124,7 +123,7 @@ class Adapter:
             if found_ranks != [self.rank, self.rank]:
                 raise CocaError(
                     f"{self.weights.file}: got ranks {found_ranks} of lora_A and lora_B for "
-                    f"{name}, expected {self.rank} from {CONFIG}; is the adapter complete?"
+                    f"{name}, expected {self.rank} from {ADAPTER_CONFIG_NAME}; is the adapter complete?"
                 )
         if not targets:
             raise CocaError(f"{self.weights.file}: got no tensors, expected those of an adapter")

@@ -20,7 +20,6 @@ biases)
 Letters: see `models/attention.py`; n_b blocks of text.
 """
 
-import contextlib
 import copy
 import dataclasses
 import itertools
@@ -34,7 +33,7 @@ import torch
 from torch import Tensor
 
 from coca_hf.convert.layer_pairs import Angles, HiddenStates, LayerPairs, batches, run_layer
-from coca_hf.convert.refit import blocks_to_refit_on, tf32
+from coca_hf.convert.refit import blocks_to_refit_on
 from coca_hf.models.attention import (
     CocaAttention,
     ContentPairs,
@@ -44,6 +43,7 @@ from coca_hf.models.attention import (
     scaled_key,
     unit_key,
 )
+from coca_hf.precision import precision
 
 STEPS = 1280  # of every layer, at least
 QUERIES = 48  # of a block in one step
@@ -87,22 +87,6 @@ class FitTask:
     chooses_content: bool = False
     ranked_tokens: int = 0
     settings: str = ""
-
-
-def matrix_dtype(device: str) -> torch.dtype:
-    """bfloat16 on a processor that multiplies it in hardware, float32 otherwise."""
-    capabilities = torch.cpu.get_capabilities() if device == "cpu" else {}
-    has_bfloat16 = capabilities.get("amx_bf16") or capabilities.get("avx512_bf16")
-    return torch.bfloat16 if has_bfloat16 else torch.float32
-
-
-@contextlib.contextmanager
-def precision(dtype: torch.dtype) -> Iterator[None]:
-    """Multiply matrices in TF32 on GPUs and in `dtype` on CPUs."""
-    is_half = dtype == torch.bfloat16
-    # no cache: the weights change at every step
-    with tf32(True), torch.autocast("cpu", torch.bfloat16, enabled=is_half, cache_enabled=False):
-        yield
 
 
 @torch.no_grad()

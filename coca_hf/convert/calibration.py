@@ -43,8 +43,6 @@ from coca_hf.convert.calibrate import (
     fit,
     is_nearer_as_content_layer,
     make_content_layer_,
-    matrix_dtype,
-    precision,
     run_original,
 )
 from coca_hf.convert.calibration_text import calibration_blocks, copies, reach, repeated_blocks
@@ -63,6 +61,7 @@ from coca_hf.convert.writer import PROCESS_BYTES, bytes_of
 from coca_hf.documents import TextSource
 from coca_hf.errors import CocaError
 from coca_hf.files import replace_text, replacing, size_in_words
+from coca_hf.precision import matrix_dtype, precision
 from coca_hf.provenance import versions
 from coca_hf.tokens import skipped_positions
 

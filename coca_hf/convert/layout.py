@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from coca_hf import models, tokens
+from coca_hf import models, precision, tokens
 from coca_hf.convert.config import (
     FAMILIES,
     Family,
@@ -44,6 +44,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 CODE = [
     *sorted(Path(__file__).parent.glob("*.py")),
     *sorted(Path(models.__file__).parent.glob("*.py")),
+    Path(precision.__file__),
     Path(tokens.__file__),
 ]
 RELEASED_THETA = 10000.0  # of the authors' LLaMA, whatever its config.json says

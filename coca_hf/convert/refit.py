@@ -15,9 +15,8 @@ Positions are in order. With skipped ones, whose maps are farther from the origi
 shrinks W_O, and repeated passages come out worse than without it (docs/results/content-pairs).
 """
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from coca_hf.convert.layer_pairs import (
     run_layer,
 )
 from coca_hf.models.decoder import CocaConfig
+from coca_hf.precision import tf32
 
 RIDGE = 1.0
 TOKENS_A_COLUMN = 32  # of W_O; a quarter of the blocks, if that is more
@@ -96,17 +96,6 @@ def refit_outputs(
         run_layer(converted, ours, ours, at, pairs.angles.coca)
         run_layer(converted, unseen, unseen, at_unseen, pairs.angles.coca)
     return outputs, unseen
-
-
-@contextlib.contextmanager
-def tf32(is_allowed: bool) -> Iterator[None]:
-    """Let GPUs multiply float32 matrices in TF32, or do not let them."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = is_allowed
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 class Sums:

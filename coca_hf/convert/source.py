@@ -18,16 +18,15 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.utils import HFValidationError, filter_repo_objects
 from torch import Tensor
 from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedTokenizerBase
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from coca_hf.convert.adapter import CONFIG as ADAPTER
 from coca_hf.convert.adapter import Adapter
 from coca_hf.convert.config import FAMILIES, is_coca
 from coca_hf.convert.initialise import Shape
 from coca_hf.convert.quantized import FOUR_BITS, quantized_weights
 from coca_hf.errors import CocaError, library_errors
 from coca_hf.models.hub import CARD, LICENCE_FILES, RECORDS
-from coca_hf.tokens import around_text
+from coca_hf.tokens import FOREIGN_TOKENIZERS, around_text
 from coca_hf.weights import (
     FLOATS,
     INDEX,
@@ -46,11 +45,6 @@ from coca_hf.weights import (
 
 TOKENIZER = "tokenizer_config.json"
 READING_GGUF = threading.Lock()  # for one thread at a time: it changes the module gguf
-# files that transformers does not write but other engines read
-FOREIGN_TOKENIZERS = (
-    *("tokenizer.model*", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model"),
-    *("tekken.json", "tokenizer.tiktoken", "qwen.tiktoken"),
-)
 TEMPLATES = "additional_chat_templates"  # a directory of .jinja files
 TOKENIZER_FILES = [
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json"),
@@ -66,7 +60,7 @@ MAX_TOKEN_ID = 1 << 24
 # the field of each record of a CoCA checkpoint that its card is made from, and the field's type
 FACTS = {"conversion.json": ("base", dict), "training.json": ("stages", list)}
 # files to download from the hub before the names of the files of weights are known
-OTHER_FILES = ["config.json", INDEX, ADAPTER, CARD, *RECORDS, *COMPANIONS]
+OTHER_FILES = ["config.json", INDEX, ADAPTER_CONFIG_NAME, CARD, *RECORDS, *COMPANIONS]
 # What a directory without readable weights is, by its files, and the remedy; the first match counts.
 FOREIGN = {
     ("params.json",): (
@@ -419,11 +413,13 @@ def open_source(
             f"{source}: got a file, expected a checkpoint directory, a .gguf file or a hub id"
         )
     directory = path if path.is_dir() else _download(source, revision, allow_pickle, scratch)
-    if os.path.lexists(directory / ADAPTER):
-        base = read_json(checkpoint_file(directory, ADAPTER)).get("base_model_name_or_path")
+    if os.path.lexists(directory / ADAPTER_CONFIG_NAME):
+        base = read_json(checkpoint_file(directory, ADAPTER_CONFIG_NAME)).get(
+            "base_model_name_or_path"
+        )
         raise CocaError(
             f"{source}: got an adapter of {base}, expected a whole model; pass its base as SRC and "
-            f"its directory as --adapter, or remove {ADAPTER} if the weights beside it are "
+            f"its directory as --adapter, or remove {ADAPTER_CONFIG_NAME} if the weights beside it are "
             "already merged"
         )
     commit = None if path.is_dir() else directory.name
@@ -527,7 +523,7 @@ def _download(hub_id: str, revision: str | None, allow_pickle: bool, scratch: Pa
             revision = HfApi().model_info(hub_id, revision=revision).sha
     cache = scratch if scratch and _is_to_download(hub_id, revision, others) else None
     directory = _snapshot(hub_id, revision, others, cache_dir=cache)
-    if os.path.lexists(directory / ADAPTER):
+    if os.path.lexists(directory / ADAPTER_CONFIG_NAME):
         return directory
     commit, names = directory.name, set(_names_on_hub(hub_id, directory))
     pickled = allow_pickle and not names & {SINGLE, INDEX}

@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import ADAPTER_CONFIG_NAME
 from transformers.utils.hub import cached_file, extract_commit_hash
 from transformers.utils.logging import disable_progress_bar
 
@@ -167,7 +168,7 @@ def _load_config(path: str, revision: str, trust_remote_code: bool) -> tuple[Any
         expected = "a model directory or a hub id as owner/name"
         raise CocaError(f"{path!r}: no such directory, expected {expected}")
     if directory.exists() and not (directory / "config.json").is_file():
-        if (directory / "adapter_config.json").is_file():
+        if (directory / ADAPTER_CONFIG_NAME).is_file():
             raise CocaError(
                 f"{path}: got an adapter of peft, expected a whole model; merge it into its base "
                 f"model (merge_and_unload) and save that with the tokenizer"
@@ -258,7 +259,7 @@ def fingerprint(path: str, commit: str | None, own_code: bool) -> str:
         patterns = ["*config.json", "*.safetensors", "*.bin", "tokenizer*", "vocab.*", "merges.txt"]
         patterns += ["*.model", "*tokens*.json", "chat_template.*", *["*.py"] * own_code]
         directories = [directory]
-        adapter = directory / "adapter_config.json"
+        adapter = directory / ADAPTER_CONFIG_NAME
         base = adapter.is_file() and read_json(adapter).get("base_model_name_or_path")
         if base:
             directories.append(Path(base))  # a base on the hub has no files here

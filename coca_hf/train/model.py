@@ -28,12 +28,11 @@ from transformers import (
     PreTrainedTokenizerBase,
     masking_utils,
 )
+from transformers.utils import ADAPTER_CONFIG_NAME
 
-from coca_hf.convert.adapter import CONFIG as ADAPTER
-from coca_hf.convert.source import FOREIGN_TOKENIZERS
 from coca_hf.errors import CocaError, library_errors, nearest, short
 from coca_hf.models.hub import CARD, LICENCE_FILES, RECORDS
-from coca_hf.tokens import NO_TOKENIZER
+from coca_hf.tokens import FOREIGN_TOKENIZERS, NO_TOKENIZER
 from coca_hf.train.recipe import Recipe, Stage
 
 # Patterns of files that every stage copies from the model that it starts from
@@ -59,7 +58,14 @@ def located(name: str) -> tuple[str, Path]:
     if Path(name).exists():
         return name, Path(name)
     path, _, revision = name.partition("@")
-    files = ["config.json", ADAPTER, "tokenizer_config.json", CARD, *RECORDS, *HANDED_ON]
+    files = [
+        "config.json",
+        ADAPTER_CONFIG_NAME,
+        "tokenizer_config.json",
+        CARD,
+        *RECORDS,
+        *HANDED_ON,
+    ]
     with loading(name):
         directory = Path(snapshot_download(path, revision=revision or None, allow_patterns=files))
     return f"{path}@{directory.name}", directory

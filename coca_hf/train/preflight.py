@@ -28,15 +28,15 @@ from transformers import (
     get_scheduler,
 )
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
+from transformers.utils import ADAPTER_CONFIG_NAME
 
-from coca_hf.convert.adapter import CONFIG as ADAPTER
-from coca_hf.convert.calibrate import matrix_dtype
 from coca_hf.convert.config import check_not_quantized, head_of
 from coca_hf.errors import CocaError, library_errors, nearest, one_line, short
 from coca_hf.files import locked
 from coca_hf.models.attention import layer_types
 from coca_hf.models.hub import without_paths
 from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES
+from coca_hf.precision import matrix_dtype
 from coca_hf.train import model as models
 from coca_hf.train.data import Corpus, tokenizer_hash
 from coca_hf.train.processes import (
@@ -415,11 +415,11 @@ def check_model(recipe: Recipe) -> None:
 def check_whole(*origins: tuple[str, Path]) -> None:
     """Raises CocaError for a peft adapter beside a model: only the adapter would be saved."""
     for name, directory in origins:
-        if (directory / ADAPTER).exists():
+        if (directory / ADAPTER_CONFIG_NAME).exists():
             raise CocaError(
-                f"{name}: got {ADAPTER}, which makes transformers load another base and save the "
+                f"{name}: got {ADAPTER_CONFIG_NAME}, which makes transformers load another base and save the "
                 "adapter alone, expected a whole model; merge the adapter (merge_and_unload), or "
-                f"remove {ADAPTER} if it is merged"
+                f"remove {ADAPTER_CONFIG_NAME} if it is merged"
             )
 
 

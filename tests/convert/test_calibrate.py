@@ -30,7 +30,6 @@ from coca_hf.convert.calibrate import (
     divergences,
     expected_seconds,
     fit,
-    matrix_dtype,
     run_original,
 )
 from coca_hf.convert.calibration import CalibrationProgress, CalibrationRun
@@ -47,6 +46,7 @@ from coca_hf.convert.writer import Staging, WeightsWriter
 from coca_hf.documents import TextSource, read_documents
 from coca_hf.held_out import most_held_out
 from coca_hf.models.attention import NO_CONTENT, ContentPairs, scaled_key
+from coca_hf.precision import matrix_dtype
 from coca_hf.tokens import Encoder, skipped_positions
 from tests.convert.checkpoints import (
     assert_same_weights,
