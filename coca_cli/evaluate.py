@@ -154,7 +154,9 @@ class ModelOptions:
             check_rope(loaded.model, setting)
         return loaded
 
-    def measure_and_print(self, run, yielded: Iterable[dict], new_tokens: int = 0) -> list[dict]:
+    def measure_and_print(
+        self, run, measurement, yielded: Iterable[dict], new_tokens: int = 0
+    ) -> list[dict]:
         """Make the rows of a run, on all processes of `accelerate launch`, and print them.
 
         The model runs here: `yielded` measures as it is read. Returns the rows in the main process,
@@ -162,7 +164,6 @@ class ModelOptions:
         new_tokens: of an answer, for the warning that RoPE settings do not reach the lengths.
         """
         from coca_hf.evaluate.loaded_model import beyond_trained_warning, processes
-        from coca_hf.evaluate.measurements import MEASUREMENTS
         from coca_hf.evaluate.progress import Progress
         from coca_hf.evaluate.rows import made_otherwise
         from coca_hf.evaluate.tables import results_table
@@ -172,7 +173,6 @@ class ModelOptions:
             rows = list(yielded)
         is_main = processes().is_main_process
         if is_main:
-            measurement = MEASUREMENTS[rows[0]["task"]]
             PlainConsole().print(results_table(measurement, rows))
             say(measurement.explanation)
             say(f"rows: {self.out / 'rows.jsonl'}")
@@ -272,12 +272,13 @@ def perplexity_command(
     Each token is scored once and counts the same, except with the --variant of a script.
     """
     from coca_hf.evaluate.loaded_model import check_choice
-    from coca_hf.evaluate.perplexity import VARIANTS, perplexity_rows
+    from coca_hf.evaluate.perplexity import MEASUREMENT, VARIANTS, perplexity_rows
 
     check_choice("--variant", variant, VARIANTS)
     run, kind = options.begin(lengths, batch_size), VARIANTS[variant]
     sample = texts.draw(run, special_tokens=kind.special_tokens)
-    options.measure_and_print(run, perplexity_rows(run, sample, stride or kind.stride, variant))
+    rows = perplexity_rows(run, sample, stride or kind.stride, variant)
+    options.measure_and_print(run, MEASUREMENT, rows)
 
 
 @app.command("position-loss")
@@ -293,10 +294,10 @@ def position_command(
 
     It shows the index from which on the model no longer uses its context.
     """
-    from coca_hf.evaluate.position import position_rows
+    from coca_hf.evaluate.position import MEASUREMENT, position_rows
 
     run = options.begin(lengths, batch_size)
-    options.measure_and_print(run, position_rows(run, texts.draw(run), bucket))
+    options.measure_and_print(run, MEASUREMENT, position_rows(run, texts.draw(run), bucket))
 
 
 @app.command("passkey")
@@ -313,12 +314,12 @@ def passkey_command(
 ) -> None:
     """Share of numbers that the model finds in irrelevant text of up to each length."""
     from coca_hf.evaluate.loaded_model import check_choice
-    from coca_hf.evaluate.passkey import VARIANTS, passkey_rows
+    from coca_hf.evaluate.passkey import MEASUREMENT, VARIANTS, passkey_rows
 
     check_choice("--variant", variant, VARIANTS)
     run = options.begin(lengths, batch_size)
     rows = passkey_rows(run, cases, new_tokens, seed, variant, depths)
-    options.measure_and_print(run, rows, new_tokens or VARIANTS[variant].new_tokens)
+    options.measure_and_print(run, MEASUREMENT, rows, new_tokens or VARIANTS[variant].new_tokens)
 
 
 @app.command("boundary")
@@ -330,10 +331,11 @@ def boundary_command(
     pairs: Annotated[int, typer.Option(min=1, help=PAIRS)] = 1024,
 ) -> None:
     """Angle between query and key before rotation, and where scores rise with distance."""
-    from coca_hf.evaluate.boundary import boundary_rows
+    from coca_hf.evaluate.boundary import MEASUREMENT, boundary_rows
 
     run = options.begin(lengths)
-    options.measure_and_print(run, boundary_rows(run, texts.draw(run), pairs, texts.seed))
+    rows = boundary_rows(run, texts.draw(run), pairs, texts.seed)
+    options.measure_and_print(run, MEASUREMENT, rows)
 
 
 @app.command("copying")
@@ -349,12 +351,12 @@ def copying_command(
 
     It shows whether the model can look up what it has read.
     """
-    from coca_hf.evaluate.copying import copying_rows
+    from coca_hf.evaluate.copying import MEASUREMENT, copying_rows
 
     run, sample = options.begin(lengths, batch_size), None
     if texts.given:
         sample = texts.draw(run, max(lengths) // 2, special_tokens=False)
-    options.measure_and_print(run, copying_rows(run, cases, texts.seed, sample))
+    options.measure_and_print(run, MEASUREMENT, copying_rows(run, cases, texts.seed, sample))
 
 
 @app.command("recall")
@@ -368,10 +370,10 @@ def recall_command(
     batch_size: BatchSize = "auto",
 ) -> None:
     """Share of values that the model finds by their keys in a list spread over each length."""
-    from coca_hf.evaluate.recall import recall_rows
+    from coca_hf.evaluate.recall import MEASUREMENT, recall_rows
 
     run = options.begin(lengths, batch_size)
-    options.measure_and_print(run, recall_rows(run, cases, pairs, seed))
+    options.measure_and_print(run, MEASUREMENT, recall_rows(run, cases, pairs, seed))
 
 
 @app.command("attention-maps")
@@ -383,11 +385,11 @@ def attention_maps_command(
     baseline: Annotated[str, typer.Option(help=ORIGINAL, show_default=False)],
 ) -> None:
     """Divergence of every head's attention from that of the original model."""
-    from coca_hf.evaluate.attention_maps import attention_map_rows
+    from coca_hf.evaluate.attention_maps import MEASUREMENT, attention_map_rows
 
     run = options.begin(lengths)
     original = options.load_one(baseline, run.ropes)
-    options.measure_and_print(run, attention_map_rows(run, original, texts.draw(run)))
+    options.measure_and_print(run, MEASUREMENT, attention_map_rows(run, original, texts.draw(run)))
 
 
 @app.command("layers")
@@ -401,12 +403,13 @@ def layers_command(
     batch_size: BatchSize = "auto",
 ) -> None:
     """Harm of converting each layer, and which layers to keep first."""
-    from coca_hf.evaluate.layers import layer_rows
+    from coca_hf.evaluate.layers import MEASUREMENT, layer_rows
 
     run = options.begin(lengths, batch_size)
     other = options.load_one(original, run.ropes)
     sample = texts.draw(run, special_tokens=False)
-    for row in options.measure_and_print(run, layer_rows(run, other, sample, cases, texts.seed)):
+    rows = layer_rows(run, other, sample, cases, texts.seed)
+    for row in options.measure_and_print(run, MEASUREMENT, rows):
         if "order" in row:
             say(
                 f"keep first, measured at {row['length']} tokens: {','.join(map(str, row['order']))}"
@@ -429,11 +432,11 @@ def tasks_command(
         raise BadOption("--tasks, --ruler: got neither, expected at least one of them")
     if include_path is not None and not tasks:
         raise BadOption("--include-path: got it without --tasks, expected the names of your tasks")
-    from coca_hf.evaluate.tasks import parse_tasks, task_rows
+    from coca_hf.evaluate.tasks import MEASUREMENT, parse_tasks, task_rows
 
     names = parse_tasks(tasks, include_path) if tasks else []
     run = options.begin(ruler, batch_size)
-    options.measure_and_print(run, task_rows(run, names, shots, limit, include_path))
+    options.measure_and_print(run, MEASUREMENT, task_rows(run, names, shots, limit, include_path))
 
 
 @app.command("speed")
@@ -451,13 +454,13 @@ def speed_command(
     """Time and memory of prefill, decoding and a training step at each length."""
     if baseline_name is not None and baseline is None:
         raise BadOption(f"--baseline-name: got {baseline_name!r} without --baseline, expected both")
-    from coca_hf.evaluate.speed import parse_modes, speed_rows
+    from coca_hf.evaluate.speed import MEASUREMENT, parse_modes, speed_rows
 
     chosen = parse_modes(modes)
     run, other = options.begin(lengths, batch_size), None
     if baseline is not None:
         other = options.load_one(baseline, run.ropes, baseline_name)
-    options.measure_and_print(run, speed_rows(run, other, chosen, repeats, warmup))
+    options.measure_and_print(run, MEASUREMENT, speed_rows(run, other, chosen, repeats, warmup))
 
 
 @app.command("inspect")
