@@ -1,4 +1,4 @@
-"""Writing files atomically and durably, and by one process at a time."""
+"""Writing files atomically and durably, and by one process at a time; hashing them."""
 
 import contextlib
 import os
@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import xxhash
 from filelock import FileLock, Timeout
 
 from coca_hf.errors import CocaError
@@ -92,6 +93,19 @@ def locked(file: Path, message: str, wait: Callable[[], None] | None = None) -> 
             with contextlib.suppress(OSError):  # Windows does not delete an open file
                 file.unlink()
         lock.release()
+
+
+def file_hash(file: Path, check_stop: Callable[[], None] = lambda: None) -> str | None:
+    """The xxh3_128 of a file, or None if it does not exist. check_stop: called every 16 MiB."""
+    digest = xxhash.xxh3_128()
+    try:
+        with file.open("rb", buffering=0) as stream:
+            while block := stream.read(1 << 24):
+                check_stop()
+                digest.update(block)
+    except FileNotFoundError:
+        return None
+    return digest.hexdigest()
 
 
 def size_in_words(num_bytes: int) -> str:

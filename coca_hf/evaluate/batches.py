@@ -147,7 +147,7 @@ def _in_pieces(
         except (RuntimeError, MemoryError) as failure:
             if not is_out_of_memory(failure):
                 raise
-            reason = " ".join(str(failure).split())[:200]
+            reason = one_line(failure)
         else:
             batch = batch[size:]
             continue

@@ -26,7 +26,7 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from typing_extensions import NotRequired
 
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.batches import failed_on, is_out_of_memory
 from coca_hf.evaluate.loaded_model import LoadedModel, Rope, check_same_dtype, processes, use_rope_
 from coca_hf.evaluate.perplexity import only_last
@@ -182,7 +182,7 @@ def _measure(models: list[Any], rope: Rope, settings: dict, progress: Progress) 
             except (RuntimeError, MemoryError) as failure:
                 if not is_out_of_memory(failure):
                     raise
-                error = f"OOM: {' '.join(str(failure).split())[:200]}"
+                error = f"OOM: {one_line(failure)}"
                 timings[place] = _Timing(one.model, error=error)
             else:
                 if number >= warmup:

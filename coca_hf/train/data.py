@@ -58,13 +58,12 @@ from coca_hf.documents import (
     read_documents,
 )
 from coca_hf.errors import CocaError, printable
-from coca_hf.files import locked, replace_text, size_in_words
+from coca_hf.files import file_hash, locked, replace_text, size_in_words
 from coca_hf.held_out import HeldOut, HeldOutTogether, hold_out, shares, together
 from coca_hf.tokens import Encoder, Piece, batches, pieces_of, skipped_positions
 from coca_hf.train.lookups import Lookups
 from coca_hf.train.processes import Stopped
 from coca_hf.train.recipe import Data, Source
-from coca_hf.train.run_directory import file_hash
 
 ANSWER = 2**31  # added to a token that is an answer; larger than any token
 AGAIN = "`coca-train RECIPE --prepare` makes them again"

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
@@ -32,7 +31,7 @@ from torch.distributed.checkpoint import CheckpointException
 from transformers import TrainingArguments
 
 from coca_hf.errors import CocaError, one_line, short
-from coca_hf.files import is_unfinished, remove_unfinished, replace_text, size_in_words
+from coca_hf.files import file_hash, is_unfinished, remove_unfinished, replace_text, size_in_words
 from coca_hf.train.processes import is_lost_process
 from coca_hf.train.recipe import Recipe, Stage, StageOptions, read_tree, recipe_text
 from coca_hf.weights import read_json
@@ -331,19 +330,6 @@ def weights_hashes(
     """The xxh3_128 of every weights file of a checkpoint, in hexadecimal, by name."""
     files = sorted([*directory.glob("*.safetensors*"), *directory.glob("pytorch_model*.bin*")])
     return {path.name: file_hash(path, check_stop) for path in files}
-
-
-def file_hash(file: Path, check_stop: Callable[[], None] = lambda: None) -> str | None:
-    """The xxh3_128 of a file, or None if it does not exist. check_stop: called every 16 MiB."""
-    digest = xxhash.xxh3_128()
-    try:
-        with file.open("rb", buffering=0) as stream:
-            while block := stream.read(1 << 24):
-                check_stop()
-                digest.update(block)
-    except FileNotFoundError:
-        return None
-    return digest.hexdigest()
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from transformers.integrations import TensorBoardCallback
 from coca_hf.card import write_card
 from coca_hf.documents import is_on_hub
 from coca_hf.errors import CocaError, library_errors, one_line
-from coca_hf.files import remove_unfinished, replace_text, size_in_words, sync
+from coca_hf.files import file_hash, remove_unfinished, replace_text, size_in_words, sync
 from coca_hf.models.hub import without_paths
 from coca_hf.provenance import commit, now, versions
 from coca_hf.train import model as models
@@ -61,7 +61,6 @@ from coca_hf.train.run_directory import (
     ResolvedStage,
     check_base,
     check_same,
-    file_hash,
     last_checkpoint,
     model_hashes,
     read_record,

@@ -76,9 +76,10 @@ def sharded_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
 class StageTrainer(Trainer):
     """A Trainer whose `checkpoint-N` are always whole, for any layout of processes to resume from.
 
-    train_dataset: `DealtBlocks`. log: its `place` goes into checkpoints. options: StageOptions.
-    held_out: blocks (num_blocks, seq_len), may be empty. stop: asks for a checkpoint and an end
-    after the current step. objective: None if only the text's next token is learned.
+    train_dataset: `DealtBlocks`. log: its `place` goes into checkpoints. own_options: those that
+    transformers does not have. held_out: blocks (num_blocks, seq_len), may be empty. stop: asks for
+    a checkpoint and an end after the current step. objective: None if only the text's next token is
+    learned.
     """
 
     def __init__(
