@@ -23,7 +23,10 @@ console = PlainConsole(stderr=True, soft_wrap=True)
 # import CocaError would import all of coca_hf.
 BadOption: Any = typer.BadParameter.__base__
 # Options of several things, so that a second one looks like one more
-TAKEN_ONCE = ("--adapter", "--calibrate", "--content-layers", "--keep-layers")
+TAKEN_ONCE = (
+    *("--adapter", "--calibrate", "--content-layers", "--keep-layers"),
+    *("--data", "--lengths", "--modes", "--paper", "--preset", "--rope", "--ruler", "--tasks"),
+)
 INTERRUPTED = 130  # typer's exit code after Ctrl-C
 
 

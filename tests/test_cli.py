@@ -53,6 +53,7 @@ WRONG = {
     "equal to 1",
     "coca-convert a": "Missing argument 'dst'",
     "coca-convert a b --adapter c --adapter=d": "--adapter: got 'c' and 'd', expected one of them",
+    "coca-eval recall a --lengths 256 --lengths 512": "--lengths: got '256' and '512', expected one of",
     "coca-convert a b --keep-layers 3, --keep-layers 5,": "--keep-layers: got '3,' and '5,', expected",
     "coca-train a.yaml --stages k": "No such option: --stages",
     "coca-train a --plan --stage k": "--stage: --plan does not take it, only a run does; leave it",
@@ -108,7 +109,7 @@ def test_a_wrong_option_is_refused_in_one_line_before_anything_is_imported(run, 
 
 def test_other_options_may_be_given_again(monkeypatch):
     got = {}
-    monkeypatch.setattr("coca_hf.convert.convert_checkpoint", lambda **given: got.update(given))
+    monkeypatch.setattr("coca_hf.convert.conversion.convert_checkpoint", lambda **given: got.update(given))
     monkeypatch.setattr("coca_cli.convert._print_conversion", lambda *_: None)
     words = "a b --adapter c --adapter c --ignore-field d --ignore-field e --seed 1 --seed 2"
     words += " --calibrate f"
@@ -134,7 +135,7 @@ def test_ctrl_c_is_answered_with_what_to_do(monkeypatch, capsys):
     def interrupt(**_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("coca_hf.convert.convert_checkpoint", interrupt)
+    monkeypatch.setattr("coca_hf.convert.conversion.convert_checkpoint", interrupt)
     monkeypatch.setattr(sys, "argv", ["coca-convert", "a", "b"])
     with pytest.raises(SystemExit, match="130"):
         main.convert()
