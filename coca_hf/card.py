@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from coca_hf.errors import CocaError, library_errors
 from coca_hf.files import replace_text
-from coca_hf.models.hub import CARD
+from coca_hf.models.hub import CARD, CONVERSION, TRAINING
 from coca_hf.page import Bullets, Grid, escape, markdown
 from coca_hf.weights import checkpoint_file, open_regular, read_json
 
@@ -101,9 +101,9 @@ def write_card(
         raise CocaError(
             f"{path}: not written by coca_hf, and left as it is; move it to have a card made"
         )
-    conversion = read_json(directory / "conversion.json")
+    conversion = read_json(directory / CONVERSION)
     if training is None:
-        file = directory / "training.json"
+        file = directory / TRAINING
         training = read_json(file) if file.exists() else {}
     with library_errors(f"{directory}: its records are not what coca-convert and coca-train write"):
         card = make_card(conversion, training, measured, base_model)

@@ -37,11 +37,10 @@ from coca_hf.convert.writer import (
 )
 from coca_hf.documents import TextSource, check_text_options, commit_of, local_files
 from coca_hf.errors import CocaError, library_errors
-from coca_hf.models.hub import CARD, RECORDS, without_paths
+from coca_hf.models.hub import CARD, CONVERSION, TRAINING, without_paths
 from coca_hf.provenance import now, versions
 from coca_hf.weights import HEADS, parse_size
 
-RECORD, TRAINING_RECORD = RECORDS
 # in training.json, for coca-train to compare weights and config with; conversion changes both
 HASHES = ("weights_xxh3_128", "config_xxh3_128")
 
@@ -173,13 +172,13 @@ def convert_checkpoint(
             preflight.check_tokenizer_to_push(source, push_to_hub)
         layout = Layout(source, form, named)
         records = source.records() if layout.from_coca else {}
-        last = records.get(RECORD)
+        last = records.get(CONVERSION)
         base = base_metadata(src, source.directory) if last is None else last.get("base", {})
         if records:  # the card is made from them when all weights are written
             problem = "its records are not what coca-convert and coca-train write; restore them"
             with library_errors(f"{source.directory}: {problem}"):
                 made = _record(layout, [], None, base, records)
-                make_card(made, records.get(TRAINING_RECORD, {}))
+                make_card(made, records.get(TRAINING, {}))
         preflight.check_kept_number(ranked, layout)
         calibration = None
         if calibrate_on is not None:
@@ -233,11 +232,11 @@ def convert_checkpoint(
         source.check_unchanged()
         finished = staging.finished.values()
         record = without_paths(_record(layout, finished, calibrated, base, records))
-        (staging.checkpoint / RECORD).write_text(json.dumps(record, indent=2) + "\n")
-        if training := records.get(TRAINING_RECORD):  # older ones have paths
+        (staging.checkpoint / CONVERSION).write_text(json.dumps(record, indent=2) + "\n")
+        if training := records.get(TRAINING):  # older ones have paths
             kept_facts = {name: training[name] for name in training if name not in HASHES}
             text = json.dumps(without_paths(kept_facts), indent=2)
-            (staging.checkpoint / TRAINING_RECORD).write_text(text + "\n", encoding="utf-8")
+            (staging.checkpoint / TRAINING).write_text(text + "\n", encoding="utf-8")
         write_card(staging.checkpoint)
         staging.publish()
     if push_to_hub is not None:
@@ -301,7 +300,7 @@ def _record(
         "calibration": calibrated,
     }
     if layout.from_coca:  # its conversions, the first one first
-        last = dict(records.get(RECORD, {}))
+        last = dict(records.get(CONVERSION, {}))
         earlier = last.pop("earlier", [])
         record["earlier"] = [*earlier, last] if last else []
     return {name: value for name, value in record.items() if value is not None}

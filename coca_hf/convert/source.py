@@ -25,7 +25,7 @@ from coca_hf.convert.config import FAMILIES, is_coca
 from coca_hf.convert.initialise import Shape
 from coca_hf.convert.quantized import FOUR_BITS, quantized_weights
 from coca_hf.errors import CocaError, library_errors
-from coca_hf.models.hub import CARD, LICENCE_FILES, RECORDS
+from coca_hf.models.hub import CARD, CONVERSION, LICENCE_FILES, RECORDS, TRAINING
 from coca_hf.tokens import FOREIGN_TOKENIZERS, around_text
 from coca_hf.weights import (
     FLOATS,
@@ -58,7 +58,7 @@ TOKENIZER_FILES = [
 COMPANIONS = [*TOKENIZER_FILES, "generation_config.json", *LICENCE_FILES]
 MAX_TOKEN_ID = 1 << 24
 # the field of each record of a CoCA checkpoint that its card is made from, and the field's type
-FACTS = {"conversion.json": ("base", dict), "training.json": ("stages", list)}
+FACTS = {CONVERSION: ("base", dict), TRAINING: ("stages", list)}
 # files to download from the hub before the names of the files of weights are known
 OTHER_FILES = ["config.json", INDEX, ADAPTER_CONFIG_NAME, CARD, *RECORDS, *COMPANIONS]
 # What a directory without readable weights is, by its files, and the remedy; the first match counts.
@@ -597,7 +597,7 @@ def _names_on_hub(hub_id: str, directory: Path) -> list[str]:
     is_ours = "config.json" in names and is_coca(
         read_json(checkpoint_file(directory, "config.json"))
     )
-    lacks += [name for name in RECORDS[:1] if is_ours and name not in names]
+    lacks += [CONVERSION] * (is_ours and CONVERSION not in names)
     if lacks:
         raise CocaError(
             f"{hub_id}: got no {' and no '.join(lacks)} in its cache, and the hub does not answer; run "

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, file_exists, hf_hub_download
 from transformers.utils.hub import PushToHubMixin
 
 CARD = "README.md"
-RECORDS = ("conversion.json", "training.json")
+RECORDS = CONVERSION, TRAINING = "conversion.json", "training.json"
 # these go wherever the weights go
 LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "USE_POLICY.md", "NOTICE")
 

@@ -11,9 +11,10 @@ from matplotlib.ticker import MaxNLocator
 from pydantic import AliasChoices, BaseModel, Field, ValidationError
 
 from coca_hf.errors import CocaError
+from coca_hf.models.hub import CONVERSION, TRAINING
 from coca_hf.page import Curve, Figure, Fold, Grid, Key, Part, Plot, Section, Text
 
-RECIPE, RECORD, CONVERSION, LOG = "recipe.yaml", "training.json", "conversion.json", "log.jsonl"
+RECIPE, LOG = "recipe.yaml", "log.jsonl"
 FEW = 3  # runs on one figure
 Kind = TypeVar("Kind", bound=BaseModel)
 EXPLANATION = (
@@ -214,8 +215,8 @@ def _read_stage(directory: Path, seconds: float) -> StageCurve:
         line = _parsed(text, Line, f"{where}: got no line of coca-train's", remedy)
         points = stage.training if line.held_out_loss is None else stage.held_out
         points.append(Point(line.tokens_seen, seconds + line.seconds, line.loss))
-    if (directory / RECORD).is_file():
-        stage.record = _read_record(directory / RECORD, Record)
+    if (directory / TRAINING).is_file():
+        stage.record = _read_record(directory / TRAINING, Record)
     return stage
 
 

@@ -31,12 +31,12 @@ from transformers import (
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from coca_hf.errors import CocaError, library_errors, nearest, short
-from coca_hf.models.hub import CARD, LICENCE_FILES, RECORDS
+from coca_hf.models.hub import CARD, CONVERSION, LICENCE_FILES, RECORDS
 from coca_hf.tokens import FOREIGN_TOKENIZERS, NO_TOKENIZER
 from coca_hf.train.recipe import Recipe, Stage
 
 # Patterns of files that every stage copies from the model that it starts from
-HANDED_ON = ("conversion.json", *FOREIGN_TOKENIZERS, *LICENCE_FILES)
+HANDED_ON = (CONVERSION, *FOREIGN_TOKENIZERS, *LICENCE_FILES)
 LOAD_IN_ONE_PROCESS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # of Accelerate's configuration
 
 

@@ -32,11 +32,11 @@ from transformers import TrainingArguments
 
 from coca_hf.errors import CocaError, one_line, short
 from coca_hf.files import file_hash, is_unfinished, remove_unfinished, replace_text, size_in_words
+from coca_hf.models.hub import TRAINING
 from coca_hf.train.processes import is_lost_process
 from coca_hf.train.recipe import Recipe, Stage, StageOptions, read_tree, recipe_text
 from coca_hf.weights import read_json
 
-RECORD = "training.json"
 RECIPE = "recipe.yaml"
 INPUTS = "inputs.json"
 STOPPED = "stopped.json"
@@ -82,7 +82,7 @@ class ResolvedStage:
 
     @property
     def is_complete(self) -> bool:
-        return (self.directory / RECORD).exists()
+        return (self.directory / TRAINING).exists()
 
     @property
     def start_block(self) -> int:
@@ -92,7 +92,7 @@ class ResolvedStage:
         record = read_record(self.before.directory)
         if "end_block" not in record:
             raise CocaError(
-                f"{self.before.directory / RECORD}: got no end_block, expected the record of a "
+                f"{self.before.directory / TRAINING}: got no end_block, expected the record of a "
                 "stage; train that stage again"
             )
         return record["end_block"]
@@ -299,14 +299,14 @@ def check_base(stage: ResolvedStage, check_stop: Callable[[], None]) -> None:
         if found != written:
             raise CocaError(
                 f"{stage.base_directory / name}: got xxh3_128 {found or 'of no file'}, expected "
-                f"{written} as {RECORD} beside it says; the file was damaged or replaced: restore "
+                f"{written} as {TRAINING} beside it says; the file was damaged or replaced: restore "
                 "it, or train that stage again with another --out"
             )
 
 
 def read_record(directory: Path) -> dict[str, Any]:
     """A checkpoint's training.json, or {}. Raises CocaError if it is damaged."""
-    path = directory / RECORD
+    path = directory / TRAINING
     record = read_json(path) if path.exists() else {}
     kinds = {"end_block": int, "weights_xxh3_128": dict, "config_xxh3_128": str}
     kinds |= {"stages": list, "recipe": dict}

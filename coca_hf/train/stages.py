@@ -35,7 +35,7 @@ from coca_hf.card import write_card
 from coca_hf.documents import is_on_hub
 from coca_hf.errors import CocaError, library_errors, one_line
 from coca_hf.files import file_hash, remove_unfinished, replace_text, size_in_words, sync
-from coca_hf.models.hub import without_paths
+from coca_hf.models.hub import CONVERSION, TRAINING, without_paths
 from coca_hf.provenance import commit, now, versions
 from coca_hf.train import model as models
 from coca_hf.train.data import Blocks, Corpus, DealtBlocks
@@ -56,7 +56,6 @@ from coca_hf.train.processes import (
 from coca_hf.train.recipe import Recipe
 from coca_hf.train.run_directory import (
     PARTIAL,
-    RECORD,
     STOPPED,
     ResolvedStage,
     check_base,
@@ -449,7 +448,7 @@ def _complete(
                 for path in stage.base_directory.glob(pattern) if stage.base_directory else ():
                     if path.is_file():
                         shutil.copy(path, partial)
-            if (partial / "conversion.json").exists():
+            if (partial / CONVERSION).exists():
                 write_card(partial, record)
             for path in partial.rglob("*"):
                 sync(path)  # before training.json says that they are complete
@@ -459,7 +458,7 @@ def _complete(
                     shutil.rmtree(target)
                 os.replace(path, target)
             partial.rmdir()
-            replace_text(stage.directory / RECORD, json.dumps(record, indent=2) + "\n")
+            replace_text(stage.directory / TRAINING, json.dumps(record, indent=2) + "\n")
             _clear_trainer(stage)
     PartialState().wait_for_everyone()
 
