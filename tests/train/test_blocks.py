@@ -387,6 +387,16 @@ def test_a_read_only_directory_is_refused_before_out_unless_it_has_the_blocks(
     train(setting)
 
 
+def test_a_source_that_holding_out_leaves_too_short_is_refused_before_out(train, tmp_path):
+    (tmp_path / "short.txt").write_text("abc " * 15)  # 61 tokens; a tenth is held out
+    settings = [f"data.sources=[{{path: {tmp_path}/short.txt, weight: 1}}]", "stages.k.max_steps=1"]
+    settings.append("data.held_out_blocks=7")
+    with pytest.raises(CocaError, match=r"short\.txt: got fewer than 60 tokens to train on"):
+        train(*settings, "data.seq_len=60")
+    assert not (tmp_path / "out").exists()
+    train(*settings, "data.seq_len=50")
+
+
 def test_blocks_below_a_file_are_one_line_without_a_word_on_room(corpus, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CocaError, match=r"cannot be written: .*; choose another data\.") as caught:
