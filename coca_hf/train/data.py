@@ -429,10 +429,16 @@ class Corpus:
     def prepare(self, num_blocks: int) -> Blocks:
         """Write what is missing of the first `num_blocks` blocks, all of them if any is damaged.
 
-        Waits while another process prepares these blocks. Raises CocaError for a source that cannot
+        Waits while another process prepares these blocks. Writes nothing, not even a lock, if there
+        is nothing to do: the disk may be read-only. Raises CocaError for a source that cannot
         be read or does not fill a block, and for a disk that is full or read-only.
         """
         directory = self.directory
+        with suppress(Damaged):
+            blocks = self.blocks()
+            if len(blocks) >= num_blocks:
+                blocks.check()
+                return blocks
         waiting = f"{directory}: another process is preparing these blocks; waiting for it"
         try:
             directory.mkdir(parents=True, exist_ok=True)

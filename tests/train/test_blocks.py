@@ -1,5 +1,6 @@
 """Prepared blocks are the same, block for block, whatever interrupts their preparation."""
 
+import errno
 import os
 import re
 import shutil
@@ -385,6 +386,21 @@ def test_a_read_only_directory_is_refused_before_out_unless_it_has_the_blocks(
     assert not (tmp_path / "out").exists()
     read_only.append(prepare_recipe(load_recipe(recipe_path, [setting]), 1)[0].directory)
     train(setting)
+
+
+def test_complete_blocks_on_a_read_only_disk_are_checked_and_damaged_ones_refused(
+    corpus, plain, monkeypatch
+):
+    def locked(file, *_):
+        raise OSError(errno.EROFS, "Read-only file system", str(file))
+
+    directory = corpus().prepare(100).directory
+    monkeypatch.setattr(data, "locked", locked)
+    assert tokens_of(corpus().prepare(100)) == plain[:100]
+    flip(directory / "source-0.bin", 5)
+    for damaged_or_too_few in (100, 400):
+        with pytest.raises(CocaError, match=r"cannot be written: .*Read-only file system"):
+            corpus().prepare(damaged_or_too_few)
 
 
 def test_a_source_that_holding_out_leaves_too_short_is_refused_before_out(train, tmp_path):
