@@ -387,8 +387,8 @@ class Corpus:
         return commits
 
     def check(self) -> None:
-        """Read the first block of every source, and see whether blocks may be written, to refuse early
-        what would stop a preparation.
+        """Read the first blocks of every source, and see whether blocks may be written, to refuse
+        early what would stop a preparation.
 
         Raises CocaError.
         """
@@ -397,16 +397,22 @@ class Corpus:
             place = place.parent
         if not (place.is_dir() and os.access(place, os.W_OK)):
             raise CocaError(f"{place}: cannot be written; choose another data.prepared")
-        for source in self._texts.values():
-            tokens = 0
-            for batch in batches(self._pieces(source, HeldOut(), {**UNREAD})):
-                tokens += len(self.encoder(batch))
-                if tokens >= self.data.seq_len:
-                    break
-            else:
-                raise self._too_short(source)
+        for number, source in self._texts.items():
+            if not self._has_tokens(2 * self.data.seq_len, source, HeldOut()):
+                # Small enough that holding out a tenth decides, and to be read several times
+                rule, _ = self._held_out(number)
+                if not self._has_tokens(self.data.seq_len, source, rule):
+                    raise self._too_short(source)
         if self.data.has_answers:
             Lookups(self.tokenizer)
+
+    def _has_tokens(self, count: int, source: Source, held_out: HeldOut) -> bool:
+        tokens = 0
+        for batch in batches(self._pieces(source, held_out, {**UNREAD})):
+            tokens += len(self.encoder(batch))
+            if tokens >= count:
+                return True
+        return False
 
     def _check_outside_sources(self) -> None:
         """Raises CocaError if the blocks would become part of a source."""
@@ -422,10 +428,16 @@ class Corpus:
     def prepare(self, num_blocks: int) -> Blocks:
         """Write what is missing of the first `num_blocks` blocks, all of them if any is damaged.
 
-        Waits while another process prepares these blocks. Raises CocaError for a source that cannot
+        Waits while another process prepares these blocks. Writes nothing, not even a lock, if there
+        is nothing to do: the disk may be read-only. Raises CocaError for a source that cannot
         be read or does not fill a block, and for a disk that is full or read-only.
         """
         directory = self.directory
+        with suppress(Damaged):
+            blocks = self.blocks()
+            if len(blocks) >= num_blocks:
+                blocks.check()
+                return blocks
         waiting = f"{directory}: another process is preparing these blocks; waiting for it"
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -525,17 +537,19 @@ class Corpus:
     def _first_state(self, commits: list[str | None]) -> dict[str, Any]:
         description = self.directory / "made-of.json"
         description.write_text(json.dumps(self.made_of, indent=2) + "\n", encoding="utf-8")
-        weights = [source.weight if source.path else 0 for source in self.data.sources]
-        counts = shares(weights, self.data.held_out_blocks)
-        found = [
-            hold_out(functools.partial(self._documents, source), self.encoder, self.data.seq_len, n)
-            for source, n in zip(self.data.sources, counts, strict=True)
-        ]
+        found = [self._held_out(number) for number in range(len(self.data.sources))]
         held_out = torch.cat([blocks for _, blocks in found]).numpy()
         read = {str(number): {**UNREAD} for number in self._texts}
         rules = [rule for rule, _ in found]
         state = {"commits": commits, "rules": rules, "parts": {}, "sources": read}
         return state | {"held_out_blocks": held_out}  # which `_write` moves into their file
+
+    def _held_out(self, number: int) -> tuple[HeldOut, Tensor]:
+        """What a source holds out on its own, as `hold_out` returns it."""
+        weights = [source.weight if source.path else 0 for source in self.data.sources]
+        count = shares(weights, self.data.held_out_blocks)[number]
+        read = functools.partial(self._documents, self.data.sources[number])
+        return hold_out(read, self.encoder, self.data.seq_len, count)
 
     @property
     def _texts(self) -> dict[int, Source]:
@@ -645,8 +659,8 @@ class Corpus:
 
     def _too_short(self, source: Source) -> CocaError:
         return CocaError(
-            f"{source.path}: got fewer than {self.data.seq_len} tokens in all its documents "
-            "together, expected a block or more; add text or lower data.seq_len"
+            f"{source.path}: got fewer than {self.data.seq_len} tokens to train on in all its "
+            "documents together, expected a block or more; add text or lower data.seq_len"
         )
 
 

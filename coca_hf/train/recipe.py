@@ -465,10 +465,12 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     An override's value is YAML; stages go by name, sources by number (from 0).
 
     Raises CocaError for a file that is not a recipe, an unknown key (naming the nearest known one),
-    a value of the wrong type, a stage without a length, and an override that no stage would see.
+    a value of the wrong type, a stage without a length, and an override that no stage would see or
+    that a later one replaces with all that is around it.
     """
     tree, overrides = read_tree(Path(path)), list(overrides)
     written = copy.deepcopy(tree)
+    _check_order(overrides)
     for override in overrides:
         _override_(tree, override)
     with _explained(str(path), tree):
@@ -665,6 +667,23 @@ def read_tree(path: Path) -> dict[str, Any]:
     return tree
 
 
+def _check_order(overrides: list[str]) -> None:
+    """Raises CocaError for `stages.k.max_steps=1` before `stages=[...]`, which would drop it."""
+    for number, override in enumerate(overrides):
+        around = override.partition("=")[0]
+        for before in overrides[:number]:
+            if before.partition("=")[0].startswith(f"{around}."):
+                raise CocaError(
+                    f"{_cut(before)}: changes nothing, because {around}=... replaces it; give it "
+                    f"after {around}=..., or leave it out"
+                )
+
+
+def _cut(override: str) -> str:
+    """An override, for messages."""
+    return override if len(override) <= 200 else f"{override[:200]} ..."
+
+
 def _override_(tree: dict[str, Any], override: str) -> None:
     """Set one `dotted.path=value` in the tree, in place; stages go by name, sources by number.
 
@@ -676,7 +695,7 @@ def _override_(tree: dict[str, Any], override: str) -> None:
     if not equals or not all(path.split(".")):
         raise CocaError(f"{override}: expected key=value, such as training.learning_rate=1e-4")
     *steps, last = path.split(".")
-    override = override if len(override) <= 200 else f"{override[:200]} ..."  # for messages
+    override = _cut(override)
 
     def mapping(node: Any) -> dict[str, Any]:
         if not isinstance(node, dict):

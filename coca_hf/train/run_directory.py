@@ -351,9 +351,11 @@ def saving_to(directory: Path, what: str = "", num_bytes: int = 0) -> Iterator[N
         yield
     except CocaError:
         raise
-    except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
-        if is_lost_process(error):
-            raise  # not an error of the disk
+    except (Exception, CheckpointException) as error:  # the latter is not an Exception
+        of_disk = isinstance(error, OSError | RuntimeError | SafetensorError | CheckpointException)
+        of_disk |= "(os error " in str(error)  # tokenizers raises Exception itself
+        if is_lost_process(error) or not of_disk:
+            raise
         free = size_in_words(shutil.disk_usage(directory).free) if num_bytes else ""
         needed = f" ({size_in_words(num_bytes)} needed, {free} free)" if num_bytes else ""
         raise CocaError(

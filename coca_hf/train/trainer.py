@@ -261,6 +261,14 @@ class StageTrainer(Trainer):
         if not _internal_call:
             super().save_model(output_dir)
 
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """Save a tied weight once: FSDP2 gathers it under both its names."""
+        if state_dict is not None:
+            once = {name for name, _ in self.model.named_parameters()}
+            twice = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+            state_dict = {name: state_dict[name] for name in state_dict if name not in twice - once}
+        super()._save(output_dir, state_dict)
+
     def _save_checkpoint(self, model: nn.Module, trial) -> None:
         """Let the Trainer write its files under `partial`, then rename the directory."""
         directory = Path(self.args.output_dir)

@@ -118,7 +118,12 @@ def unscale(checkpoint: Path) -> None:
 def train(plan: dict, of_run: dict, start: Path, seed: int, out: Path) -> Path:
     settings = {"model": str(start), "data.seed": seed, "training.seed": seed}
     settings |= {"stages": of_run["stages"]} if "stages" in of_run else {}
-    settings |= plan.get("settings", {}) | of_run.get("settings", {})
+    of_plan, own = plan.get("settings", {}), of_run.get("settings", {})
+    # coca-train refuses what a later override replaces with all that is around it
+    of_plan = {
+        key: of_plan[key] for key in of_plan if not any(key.startswith(f"{o}.") for o in own)
+    }
+    settings |= of_plan | own
     changes = [f"{key}={json.dumps(value)}" for key, value in settings.items()]  # JSON is YAML
     run("coca-train", plan["recipe"], *changes, "--out", out, "--resume")
     return sorted(path.parent for path in out.glob("*/training.json"))[-1]

@@ -1,5 +1,6 @@
 """Prepared blocks are the same, block for block, whatever interrupts their preparation."""
 
+import errno
 import os
 import re
 import shutil
@@ -385,6 +386,31 @@ def test_a_read_only_directory_is_refused_before_out_unless_it_has_the_blocks(
     assert not (tmp_path / "out").exists()
     read_only.append(prepare_recipe(load_recipe(recipe_path, [setting]), 1)[0].directory)
     train(setting)
+
+
+def test_complete_blocks_on_a_read_only_disk_are_checked_and_damaged_ones_refused(
+    corpus, plain, monkeypatch
+):
+    def locked(file, *_):
+        raise OSError(errno.EROFS, "Read-only file system", str(file))
+
+    directory = corpus().prepare(100).directory
+    monkeypatch.setattr(data, "locked", locked)
+    assert tokens_of(corpus().prepare(100)) == plain[:100]
+    flip(directory / "source-0.bin", 5)
+    for damaged_or_too_few in (100, 400):
+        with pytest.raises(CocaError, match=r"cannot be written: .*Read-only file system"):
+            corpus().prepare(damaged_or_too_few)
+
+
+def test_a_source_that_holding_out_leaves_too_short_is_refused_before_out(train, tmp_path):
+    (tmp_path / "short.txt").write_text("abc " * 15)  # 61 tokens; a tenth is held out
+    settings = [f"data.sources=[{{path: {tmp_path}/short.txt, weight: 1}}]", "stages.k.max_steps=1"]
+    settings.append("data.held_out_blocks=7")
+    with pytest.raises(CocaError, match=r"short\.txt: got fewer than 60 tokens to train on"):
+        train(*settings, "data.seq_len=60")
+    assert not (tmp_path / "out").exists()
+    train(*settings, "data.seq_len=50")
 
 
 def test_blocks_below_a_file_are_one_line_without_a_word_on_room(corpus, tmp_path):

@@ -10,7 +10,7 @@ import torch
 from accelerate import PartialState
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from coca_hf import convert_checkpoint
 from coca_hf.train import stages
@@ -173,6 +173,20 @@ def test_kept_layers_with_a_window_train_as_in_one_process(real_recipe, tiny_lla
     assert_same_losses(ours, one)
     assert_same_weights(ours, one, atol=1e-4)
     assert json.loads((ours / "config.json").read_text())["coca_kept_window"] == 9
+
+
+def test_tied_embeddings_train_and_are_saved_once_as_by_one_process(
+    real_recipe, tiny_coca_dir, tmp_path
+):
+    config = AutoConfig.from_pretrained(tiny_coca_dir, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tied")
+    AutoTokenizer.from_pretrained(tiny_coca_dir).save_pretrained(tmp_path / "tied")
+    settings = [*ONE_STAGE[2:], f"model={tmp_path / 'tied'}"]
+    ours = tmp_path / "two/1-k"
+    succeed(tmp_path, [Run([real_recipe, *ONE_STAGE[:2], *settings, "--out", ours.parent], FSDP2)])
+    one = run_recipe(load_recipe(real_recipe, settings), tmp_path / "one", "k")
+    assert_same_losses(ours, one)
+    assert_same_weights(ours, one, atol=1e-4)
 
 
 def test_bfloat16_computes_but_rounds_no_loss_and_sums_no_gradients(real_recipe, runs, tmp_path):

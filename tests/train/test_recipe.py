@@ -64,6 +64,13 @@ def test_an_override_of_a_key_of_one_stage_keeps_the_keys_that_all_stages_have(r
     assert found == [{"start_lr": 1e-7, "end_lr": 0}, {"start_lr": 1e-7, "end_lr": 1e-6}]
 
 
+def test_of_overrides_the_later_one_counts_and_may_be_inside_an_earlier_one(recipe_path):
+    settings = [STAGES, "stages.a.max_steps=7", "data.seed=1", "data.seed=2", "data.seq_len=30"]
+    recipe = load_recipe(recipe_path, settings)
+    found = (recipe.trainer_options(recipe.stages[0])["max_steps"], recipe.data.seed)
+    assert found == (7, 2)
+
+
 ALIASES = {
     "a mapping": ("lr_scheduler_kwargs: &a {end_lr: 1e-6}", "lr_scheduler_kwargs: *a"),
     "a stage": ("<<: &a {lr_scheduler_kwargs: {end_lr: 1e-6}}", "<<: *a"),
@@ -105,6 +112,7 @@ LOOKUPS = "data.sources=[{path: x, weight: 1}, {synthetic: lookups, weight: 1}]"
 FUSED, SHARED = "training.fused_cross_entropy=true", "training.context_parallel_size=2"
 ATTENTION, DISTILL = "training.attn_implementation", ("teacher=x", "stages.k.objective=distill")
 ANSWERS = (LOOKUPS, "stages.k.answer_weight=1")
+STAGES = "stages=[{name: a, train: all, max_steps: 9}]"
 SKIPPING = ("data.seq_len=40", "data.skip_positions=2000")
 BAD_SETTINGS = {  # or several together
     "modle=x": "unknown key 'modle'; nearest: model",
@@ -191,6 +199,13 @@ BAD_SETTINGS = {  # or several together
     (SHARED, f"{ATTENTION}=eager"): "2 with attn_implementation eager, expected sdpa",
     (SHARED, *SKIPPING): "2 with data.skip_positions, expected positions in order",
     "stages.k.tf32=true": "stages.k: got tf32; torch has one setting for all stages: give training.tf32",
+    ("stages.k.max_steps=1", STAGES): "stages.k.max_steps=1: changes nothing, "
+    "because stages=... replaces it; give it after stages=..., or leave it out",
+    (
+        "data.sources.0.weight=5",
+        "data.seq_len=8",
+        LOOKUPS,
+    ): "data.sources.0.weight=5: changes nothing, because",
     (SHARED, "data.seq_len=70"): "2 with data.seq_len 70; expected a multiple of 4",
 }
 

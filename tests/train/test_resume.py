@@ -11,7 +11,7 @@ import re
 import shutil
 import signal
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, partialmethod
 from itertools import chain, cycle, repeat
 from pathlib import Path
 
@@ -21,7 +21,7 @@ import torch.distributed.checkpoint.metadata
 import yaml
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
-from transformers import Trainer
+from transformers import AutoTokenizer, Trainer
 
 from coca_hf import CocaError
 from coca_hf.train import trainer
@@ -179,12 +179,17 @@ def save_result_on_a_full_disk(self, output_dir=None, _internal_call=False):
         Trainer.save_model(self, output_dir, _internal_call)
 
 
+def save_on_a_full_disk(self, save, directory):
+    with no_file_above(1_000):
+        save(self, directory)
+
+
 def log_on_a_full_disk(*args, **kwargs):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_disk_that_is_full_at_any_place_is_one_line_and_the_run_continues_with_room(
-    train, unbroken, tmp_path, monkeypatch
+    train, recipe_path, unbroken, tmp_path, monkeypatch
 ):
     out, trainer_dir = tmp_path / "out", tmp_path / "out/1-k/trainer"
 
@@ -211,6 +216,11 @@ def test_a_disk_that_is_full_at_any_place_is_one_line_and_the_run_continues_with
         patch.setattr(StageTrainer, "save_model", save_result_on_a_full_disk)
         message = r"1-k: cannot be written \(0.31 MB needed, \S+ GB free\): .*File too large"
         refused(message, "checkpoint-3")
+    with monkeypatch.context() as patch:
+        kind = type(AutoTokenizer.from_pretrained(load_recipe(recipe_path).model))
+        save = partialmethod(save_on_a_full_disk, kind.save_pretrained)
+        patch.setattr(kind, "save_pretrained", save)
+        refused(r"1-k: cannot be written .*: Exception: File too large \(os error", "checkpoint-3")
     train(resume=True)
     assert_same_run(out, unbroken, STAGES[:1])
 
