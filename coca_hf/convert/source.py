@@ -433,6 +433,7 @@ def open_source(
         kind = "safetensors" if has_safetensors else "pickles"
         config_file = checkpoint_file(directory, "config.json")
         config = read_json(config_file)
+        check_settings_of_generation(directory)
         opened = open_weights(directory, pickled=not has_safetensors)
         return Source(directory, config_file, config, kind, *opened, commit, adapter)
     names = os.listdir(directory) if path.is_dir() else _names_on_hub(source, directory)
@@ -449,6 +450,15 @@ def open_source(
             if found := sorted(fnmatch.filter(names, pattern)):
                 raise CocaError(f"{source}: got {what.format(found[0])}")
     raise CocaError(f"{source}: got no weights, expected {SINGLE}, {INDEX} or a .gguf file")
+
+
+def check_settings_of_generation(directory: Path) -> None:
+    """Raise CocaError for a generation_config.json with which transformers would not load a model."""
+    if os.path.lexists(directory / GENERATION_CONFIG_NAME):
+        file = checkpoint_file(directory, GENERATION_CONFIG_NAME)
+        settings = read_json(file)
+        with library_errors(f"{file}: cannot be read; correct it, or remove the file"):
+            GenerationConfig.from_dict(settings)
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
