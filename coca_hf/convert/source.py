@@ -123,7 +123,7 @@ class Source:
             self.kind = f"{kind}, {method}" if method else kind
             self._beside = {name for weight in self._quantized.values() for name in weight.beside}
             if adapter:
-                adapter.check(self.shapes(), self._ties_its_head())
+                adapter.check(self.shapes(), self._ties_its_head(), is_coca(config))
                 self._files[str(adapter.weights.file.absolute())] = adapter.weights
             self._states = self._current_states()
             on_error.pop_all()
