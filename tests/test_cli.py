@@ -109,7 +109,9 @@ def test_a_wrong_option_is_refused_in_one_line_before_anything_is_imported(run, 
 
 def test_other_options_may_be_given_again(monkeypatch):
     got = {}
-    monkeypatch.setattr("coca_hf.convert.conversion.convert_checkpoint", lambda **given: got.update(given))
+    monkeypatch.setattr(
+        "coca_hf.convert.conversion.convert_checkpoint", lambda **given: got.update(given)
+    )
     monkeypatch.setattr("coca_cli.convert._print_conversion", lambda *_: None)
     words = "a b --adapter c --adapter c --ignore-field d --ignore-field e --seed 1 --seed 2"
     words += " --calibrate f"

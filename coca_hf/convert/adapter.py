@@ -11,6 +11,7 @@ import xxhash
 from torch import Tensor
 from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
+from coca_hf.convert.config import is_coca
 from coca_hf.convert.initialise import Shape
 from coca_hf.errors import CocaError, short
 from coca_hf.weights import BLOCK_BYTES, FLOATS, HEADS, WeightsFile, checkpoint_file, read_json
@@ -51,16 +52,23 @@ class Adapter:
             on_error.callback(self.close)
             self.targets = self._check_names()
             self.record = {"name": directory.absolute().name, "xxh3_128": self._hash()}
+            self._is_of_coca = _is_of_coca(config)
             if base := str(config.get("base_model_name_or_path") or ""):
                 is_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base)
                 self.record["trained_on"] = base if is_id else Path(base).name
             on_error.pop_all()
 
-    def check(self, shapes: Mapping[str, Shape], tied: bool) -> None:
+    def check(self, shapes: Mapping[str, Shape], tied: bool, of_coca: bool) -> None:
         """Raise CocaError if the adapter does not fit a base whose tensors have `shapes`.
 
-        tied: whether the base's head is its embedding.
+        tied: whether the base's head is its embedding. of_coca: whether it is a CoCA checkpoint.
         """
+        if self._is_of_coca and not of_coca:
+            raise CocaError(
+                f"{self.config_file}: got an adapter that was trained on a CoCA model, expected one "
+                "of SRC, which is no CoCA checkpoint; merge it into its own base with peft "
+                "(merge_and_unload), or, if SRC is its base, correct base_model_name_or_path"
+            )
         for name in sorted(self.targets):
             lora_a, lora_b = (self.weights.tensors[stored].shape for stored in self._pair(name))
             if tied and name in HEADS:
@@ -142,3 +150,16 @@ class Adapter:
             self.weights.read_into(block, offset)
             digest.update(block)
         return digest.hexdigest()
+
+
+def _is_of_coca(config: Mapping) -> bool:
+    """Whether an adapter was trained on a CoCA model: by the class that peft notes where no task is
+    given, or by the base that it names, if that is on this machine.
+    """
+    noted = config.get("auto_mapping")
+    if isinstance(noted, dict) and str(noted.get("base_model_class")).startswith("Coca"):
+        return True
+    base = config.get("base_model_name_or_path")
+    with contextlib.suppress(CocaError, OSError, ValueError):
+        return isinstance(base, str) and is_coca(read_json(Path(base, "config.json")))
+    return False

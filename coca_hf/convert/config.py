@@ -3,7 +3,9 @@
 import dataclasses
 import difflib
 import math
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,6 +17,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedConfig,
 )
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from coca_hf.errors import CocaError, library_errors
 from coca_hf.models.attention import layer_types
@@ -27,6 +30,7 @@ from coca_hf.models.rotary import (
     rotary_dim,
     unscaled_len,
 )
+from coca_hf.weights import checkpoint_file, read_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +146,15 @@ def check_not_quantized(where: str, config: PreTrainedConfig) -> None:
             f"{where}: got weights quantized by {method}, expected plain ones: those before "
             "quantization, or what coca-convert makes of these"
         )
+
+
+def check_generation_config(directory: Path) -> None:
+    """Raise CocaError for a generation_config.json with which transformers would not load a model."""
+    if os.path.lexists(directory / GENERATION_CONFIG_NAME):
+        file = checkpoint_file(directory, GENERATION_CONFIG_NAME)
+        settings = read_json(file)
+        with library_errors(f"{file}: cannot be read; correct it, or remove the file"):
+            GenerationConfig.from_dict(settings)
 
 
 def coca_class(config: CocaConfig) -> type[CocaPreTrainedModel]:

@@ -21,7 +21,7 @@ from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedTokenizerBa
 from transformers.utils import ADAPTER_CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from coca_hf.convert.adapter import Adapter
-from coca_hf.convert.config import FAMILIES, is_coca
+from coca_hf.convert.config import FAMILIES, check_generation_config, is_coca
 from coca_hf.convert.initialise import Shape
 from coca_hf.convert.quantized import FOUR_BITS, quantized_weights
 from coca_hf.errors import CocaError, library_errors
@@ -117,7 +117,7 @@ class Source:
             self.kind = f"{kind}, {method}" if method else kind
             self._beside = {name for weight in self._quantized.values() for name in weight.beside}
             if adapter:
-                adapter.check(self.shapes(), self._ties_its_head())
+                adapter.check(self.shapes(), self._ties_its_head(), is_coca(config))
                 self._files[str(adapter.weights.file.absolute())] = adapter.weights
             self._states = self._current_states()
             on_error.pop_all()
@@ -429,6 +429,7 @@ def open_source(
         kind = "safetensors" if has_safetensors else "pickles"
         config_file = checkpoint_file(directory, "config.json")
         config = read_json(config_file)
+        check_generation_config(directory)
         opened = open_weights(directory, pickled=not has_safetensors)
         return Source(directory, config_file, config, kind, *opened, commit, adapter)
     names = os.listdir(directory) if path.is_dir() else _names_on_hub(source, directory)

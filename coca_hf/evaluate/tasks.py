@@ -116,14 +116,26 @@ def parse_tasks(text: str, include_path: str | None = None) -> list[str]:
 
 
 def _check_own(directory: Path, index: dict[str, Any]) -> None:
-    """Raise CocaError for a file that lm-eval passes over without a word, running its own task of
+    """Raise CocaError for a file that lm-eval passes over without a word, running another task of
     that name if there is one, and for a task with a name of RULER's, which would run instead.
     """
     import yaml  # lm-eval brings it
 
     for file in sorted(directory.rglob("*.yaml")):
+        if {"__pycache__", ".ipynb_checkpoints"} & {*file.parts}:
+            continue  # lm-eval does not look there
         with library_errors(f"--include-path: {file} is not YAML, so lm-eval would pass over it"):
-            yaml.compose(file.read_text(encoding="utf-8"))
+            content = yaml.compose(file.read_text(encoding="utf-8"))
+        pairs = content.value if isinstance(content, yaml.MappingNode) else []
+        names = {key.value: value.value for key, value in pairs}
+        name = names.get("group", names.get("task"))
+        entry = index.get(name) if isinstance(name, str) else None
+        if isinstance(name, str) and (entry is None or entry.yaml_path != file):
+            raise CocaError(
+                f"--include-path: {file}: got {name!r}, which lm-eval takes from "
+                f"{entry.yaml_path or 'a tag' if entry else 'nowhere'}; expected a name that no "
+                "other file or tag there has, and only includes that exist"
+            )
     for name in ruler_tasks():
         path = index[name].yaml_path if name in index else None
         if path and path.is_relative_to(directory):

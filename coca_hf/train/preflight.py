@@ -30,7 +30,7 @@ from transformers import (
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.utils import ADAPTER_CONFIG_NAME
 
-from coca_hf.convert.config import check_not_quantized, head_of
+from coca_hf.convert.config import check_generation_config, check_not_quantized, head_of
 from coca_hf.errors import CocaError, library_errors, nearest, one_line, short
 from coca_hf.files import locked
 from coca_hf.models.attention import layer_types
@@ -154,7 +154,9 @@ def _check_and_begin(
     names = {key: name for key in MODELS if (name := getattr(given, key))}
     origins = {key: models.located(at_commits.get(key, name)) for key, name in names.items()}
     recipe = _at(given, origins)
-    check_whole(*(origins[key] for key in ("model", "teacher") if key in origins))
+    for name, directory in (origins[key] for key in ("model", "teacher") if key in origins):
+        check_whole(name, directory)
+        check_generation_config(directory)
     check_model(recipe)
     check_overrides(recipe)
     check_kernels(recipe)
@@ -412,15 +414,14 @@ def check_model(recipe: Recipe) -> None:
             models.stage_model(copy.deepcopy(model) if stage.lora else model, stage)
 
 
-def check_whole(*origins: tuple[str, Path]) -> None:
+def check_whole(name: str, directory: Path) -> None:
     """Raises CocaError for a peft adapter beside a model: only the adapter would be saved."""
-    for name, directory in origins:
-        if (directory / ADAPTER_CONFIG_NAME).exists():
-            raise CocaError(
-                f"{name}: got {ADAPTER_CONFIG_NAME}, which makes transformers load another base and save the "
-                "adapter alone, expected a whole model; merge the adapter (merge_and_unload), or "
-                f"remove {ADAPTER_CONFIG_NAME} if it is merged"
-            )
+    if (directory / ADAPTER_CONFIG_NAME).exists():
+        raise CocaError(
+            f"{name}: got {ADAPTER_CONFIG_NAME}, which makes transformers load another base and save the "
+            "adapter alone, expected a whole model; merge the adapter (merge_and_unload), or "
+            f"remove {ADAPTER_CONFIG_NAME} if it is merged"
+        )
 
 
 def check_plain(name: str, config: PreTrainedConfig) -> None:

@@ -249,6 +249,19 @@ def test_a_head_that_the_config_or_the_familys_default_ties_to_the_embedding_is_
     assert message in refusal(base, tmp_path / "dst", "--adapter", lora)
 
 
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
+def test_an_adapter_of_a_coca_model_is_refused_for_its_original(
+    tiny_llama_dir, tiny_coca_dir, tmp_path, refusal, task
+):
+    """W_Q has the same shape in both, but means another function."""
+    lora = make_adapter(tiny_coca_dir, tmp_path / "lora", targets=["q_proj"], task_type=task)
+    if task is None:  # which the class alone shows
+        config(base_model_name_or_path="no/such/directory")(lora)
+    said = refusal(tiny_llama_dir, tmp_path / "dst", "--adapter", lora)
+    assert "adapter_config.json: got an adapter that was trained on a CoCA model" in said
+    convert_checkpoint(tiny_coca_dir, tmp_path / "dst", ntk_length=128, adapter=lora)
+
+
 def test_float64_is_merged_in_float64(tmp_path):
     stock_model("llama").double().save_pretrained(tmp_path / "base")
     lora = make_adapter(tmp_path / "base", tmp_path / "lora", torch.float64)

@@ -267,3 +267,17 @@ def test_settings_of_generation_that_cannot_be_read_are_refused(source, tmp_path
     edit_config(source, max_new_tokens=-3)
     message = r"config\.json: its settings of generation cannot be read: .* must be greater than 0"
     refuses(message, source, tmp_path / "dst")
+
+
+UNREADABLE = {
+    "[1]": "got a list, expected a JSON object",
+    '{"top_k": 5': "not JSON",
+    '{"max_new_tokens": -3}': "cannot be read; correct it, or remove the file: .* greater than 0",
+}
+
+
+@pytest.mark.parametrize("content", UNREADABLE)
+def test_a_generation_config_that_cannot_be_read_is_refused_at_once(source, tmp_path, content):
+    (source / "generation_config.json").write_text(content)
+    (source / "model.safetensors").write_bytes(b"")  # which would be refused next
+    refuses(rf"source/generation_config\.json: {UNREADABLE[content]}", source, tmp_path / "dst")

@@ -262,6 +262,30 @@ def test_own_tasks_that_would_not_run_are_refused(tmp_path):
         parse_tasks("niah_single_1", str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("other", "said"),
+    {
+        "task: mine\n": r"/b\.yaml: got 'mine', which lm-eval takes from .*/a\.yaml;",
+        "group: mine\ntask: [x]\n": r"/b\.yaml: got 'mine', which lm-eval takes from .*/a\.yaml;",
+        "task: b\ninclude: nowhere.yaml\n": r"/b\.yaml: got 'b', which lm-eval takes from nowhere;",
+        "task: common\n": r"/b\.yaml: got 'common', which lm-eval takes from a tag;",
+    }.items(),
+)
+def test_a_task_file_that_lm_eval_leaves_out_is_refused(tmp_path, other, said):
+    """It takes one of two files of a name, and would run its own task in place of a broken file."""
+    for name in ("__pycache__", ".ipynb_checkpoints"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.yaml").write_text("task: mine\n")
+    (tmp_path / "base.yaml").write_text("dataset_path: json\n")
+    (tmp_path / "a.yaml").write_text("task: mine\ntag: common\ninclude: base.yaml\n")
+    tasks._task_manager.cache_clear()
+    assert parse_tasks("mine", str(tmp_path)) == ["mine"]
+    (tmp_path / "b.yaml").write_text(other)
+    tasks._task_manager.cache_clear()
+    with pytest.raises(CocaError, match=f"--include-path: .*{said}"):
+        parse_tasks("mine", str(tmp_path))
+
+
 def test_a_tag_is_its_tasks_and_a_group_without_a_metric_is_refused_before_a_run(tmp_path):
     for name in "ba":
         (tmp_path / f"{name}.yaml").write_text(f"task: {name}\ntag: letters\ndataset_path: json\n")

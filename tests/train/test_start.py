@@ -192,7 +192,10 @@ BESIDE_ADAPTER = r"got adapter_config.json, .* merge the adapter \(merge_and_unl
 CLASSIFIER = config(architectures=["LlamaForSequenceClassification"])
 NO_CLASSIFIER = "got LlamaForSequenceClassification, expected a causal language model"
 QUANTIZED = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+UNREADABLE = write("generation_config.json", {"max_new_tokens": -3})
+WRONG_SETTINGS = r"copy/generation_config\.json: cannot be read; correct it, or remove the file"
 UNUSABLE = [
+    *(("model", UNREADABLE, WRONG_SETTINGS), ("teacher", UNREADABLE, WRONG_SETTINGS)),
     *(("model", ADAPTER, BESIDE_ADAPTER), ("teacher", ADAPTER, BESIDE_ADAPTER)),
     *(("model", CLASSIFIER, NO_CLASSIFIER), ("teacher", CLASSIFIER, NO_CLASSIFIER)),
     ("model", config(quantization_config=QUANTIZED), "got weights quantized by bitsandbytes, expe"),
