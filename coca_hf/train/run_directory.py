@@ -271,7 +271,8 @@ def reading(checkpoint: Path) -> Iterator[None]:
         cause = _cause(error)
         if is_lost_process(error):
             raise
-        if isinstance(cause, MemoryError | torch.OutOfMemoryError):
+        # Ctrl-C, too, which torch collects from the processes like an error
+        if isinstance(cause, MemoryError | torch.OutOfMemoryError | KeyboardInterrupt):
             raise cause from None
         if isinstance(cause, OSError) and cause.errno not in OF_DAMAGE:
             raise CocaError(
@@ -354,6 +355,8 @@ def saving_to(directory: Path, what: str = "", num_bytes: int = 0) -> Iterator[N
     except (Exception, CheckpointException) as error:  # the latter is not an Exception
         of_disk = isinstance(error, OSError | RuntimeError | SafetensorError | CheckpointException)
         of_disk |= "(os error " in str(error)  # tokenizers raises Exception itself
+        if isinstance(cause := _cause(error), KeyboardInterrupt):  # Ctrl-C, as in `reading`
+            raise cause from None
         if is_lost_process(error) or not of_disk:
             raise
         free = size_in_words(shutil.disk_usage(directory).free) if num_bytes else ""

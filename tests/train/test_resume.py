@@ -351,6 +351,20 @@ def test_a_whole_checkpoint_that_cannot_be_read_now_is_not_to_be_deleted(
     assert "delete" not in str(caught.value)
 
 
+@pytest.mark.parametrize("method", ["read_data", "write_data"])
+def test_an_interruption_in_a_checkpoint_is_none_of_its_disk(
+    interrupted, tmp_path, monkeypatch, method
+):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    kind = {"read_data": trainer._Reader, "write_data": trainer.dcp.FileSystemWriter}[method]
+    monkeypatch.setattr(kind, method, interrupt)
+    out = shutil.copytree(interrupted / "out", tmp_path / "out")
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(load_recipe(interrupted / "recipe.yaml"), out, stage="k", resume=True)
+
+
 @pytest.mark.parametrize("file", ["state/.metadata", "scheduler.pt", "rng_state.pth"])
 def test_the_command_does_not_execute_a_payload_in_a_checkpoint_that_it_resumes(
     file, interrupted, tmp_path, coca_train, capsys
