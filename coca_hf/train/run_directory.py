@@ -48,7 +48,7 @@ UNTOUCHED = "what was saved before is untouched: make room, then continue with -
 LAYOUT = (  # keys that --resume may change: how steps are computed, skipped, kept and logged
     *("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"),
     *("activation_checkpointing", "torch_compile", "attn_implementation", "fused_cross_entropy"),
-    *("report_to", "disable_tqdm", "save_steps", "save_total_limit"),
+    *("report_to", "disable_tqdm", "save_steps", "save_total_limit", "ddp_timeout"),
     *("context_parallel_size", "max_bad_steps", "spike_factor", "prepared"),
     *("run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
 )

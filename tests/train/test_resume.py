@@ -165,11 +165,12 @@ def test_old_checkpoints_are_removed_and_copies_of_ones_own_are_not(train, tmp_p
     assert {path.parent.name for path in saved.glob("checkpoint-*/state")} == own
 
 
-def test_a_resumed_run_saves_at_the_interval_that_it_is_given(train, tmp_path, monkeypatch):
+def test_a_resumed_run_takes_the_interval_and_the_timeout_that_it_is_given(train, tmp_path, monkeypatch):
     with interrupted_in_step(2):
         train("training.save_steps=1", "stages.k.max_steps=5")
     with stopped_before_its_result(monkeypatch):
-        train("training.save_steps=3", "stages.k.max_steps=5", resume=True)
+        given = ("training.save_steps=3", "training.ddp_timeout=60")
+        train(*given, "stages.k.max_steps=5", resume=True)
     saved = saved_checkpoints(tmp_path / "out/1-k/trainer")
     assert [path.name for path in saved] == ["checkpoint-3", "checkpoint-5"]
 
