@@ -11,7 +11,6 @@ the same of ordinary text. The first token of each copy is not scored, as nothin
 import math
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.batches import Batches
-from coca_hf.evaluate.loaded_model import LoadedModel, Rope, use_rope_
+from coca_hf.evaluate.loaded_model import LoadedModel, Rope, check_vocabulary, use_rope_
 from coca_hf.evaluate.perplexity import Window, check_loss, compute_windows, token_losses, tokens_of
 from coca_hf.evaluate.rows import Beside, Count, Identity, Raw, Row, Run, Setting, Shared
 from coca_hf.evaluate.sample import Sample
@@ -98,7 +97,7 @@ def repeated_sequences(
     loaded: LoadedModel, length: int, num_cases: int, seed: int, sample: Sample | None = None
 ) -> tuple[list[Tensor], int]:
     """The token ids of every case, each at most (length,), and the tokens of one copy."""
-    begin, tokenizer = _beginning(loaded.tokenizer), loaded.tokenizer
+    begin, tokenizer = _beginning(loaded), loaded.tokenizer
     copy_len = (length - len(begin)) // 2
     if sample is None:
         ordinary = ordinary_tokens(tokenizer, loaded.model.get_input_embeddings().weight.shape[0])
@@ -114,14 +113,17 @@ def passages(
     loaded: LoadedModel, length: int, num_cases: int, seed: int, sample: Sample
 ) -> list[Tensor]:
     """The token ids of passages, each (length,), with the token for the beginning, if any."""
-    begin = _beginning(loaded.tokenizer)
+    begin = _beginning(loaded)
     found = [_passage(sample, length - len(begin), seed, number) for number in range(num_cases)]
     return [torch.cat((ids.new_tensor(begin), ids)) for ids in found]
 
 
-def _beginning(tokenizer: Any) -> list[int]:
-    bos = tokenizer.bos_token_id
-    return [bos] if tokenizer("")["input_ids"][:1] == [bos] else []
+def _beginning(loaded: LoadedModel) -> list[int]:
+    bos = loaded.tokenizer.bos_token_id
+    if loaded.tokenizer("")["input_ids"][:1] != [bos]:
+        return []
+    check_vocabulary(loaded, torch.tensor([bos]), "beginning of a text")
+    return [bos]
 
 
 def _passage(sample: Sample, copy_len: int, seed: int, case_number: int) -> Tensor:

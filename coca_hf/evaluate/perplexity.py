@@ -38,7 +38,7 @@ from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.batches import Batches, NoValue
-from coca_hf.evaluate.loaded_model import Rope, use_rope_
+from coca_hf.evaluate.loaded_model import Rope, check_vocabulary, use_rope_
 from coca_hf.evaluate.rows import Count, Identity, Positive, Raw, Run, Setting, TextRow
 from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.tables import Measurement, Table, against_length, each_table, text_settings
@@ -65,11 +65,14 @@ def perplexity_rows(
     A length shorter than `stride` is its own stride, as the row's `stride` says. A value that is
     not finite becomes null, with the reason in `error`.
 
-    Raises CocaError as the variant's `windows` does.
+    Raises CocaError as the variant's `windows` does, and for a token that begins texts and that the
+    model does not have.
     """
     kind, model, bos = VARIANTS[variant], run.loaded.model, run.loaded.tokenizer.bos_token_id
     documents = [torch.cat(sample.token_ids)] if kind.joins else sample.token_ids
     prefix = [bos] if kind.begins and bos is not None else []
+    if prefix:
+        check_vocabulary(run.loaded, torch.tensor(prefix), "beginning of a text")
 
     def measure(rope: Rope, length: int, batches: Batches) -> tuple[dict, Raw]:
         used_stride = min(stride, length)

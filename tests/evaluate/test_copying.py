@@ -2,6 +2,7 @@ import json
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.copying import copying_rows, repeated_sequences
@@ -55,6 +56,20 @@ def test_cases_have_ordinary_tokens_after_the_tokenizers_beginning(llama):
     cases, copy_len = repeated_sequences(llama, 31, 2, 0)
     assert copy_len == 15
     assert all(len(ids) == 31 and ids[0] == 1 for ids in cases)
+
+
+def test_a_beginning_that_the_model_does_not_embed_is_refused_before_a_row(llama, tmp_path):
+    """A bos was added to the tokenizer, and the embedding was not resized."""
+    tokenizer = llama.tokenizer
+    tokenizer.add_special_tokens({"bos_token": "<begin>"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<begin> $A", special_tokens=[("<begin>", tokenizer.bos_token_id)]
+    )
+    rows = llama.model.get_input_embeddings().weight.shape[0]
+    said = f"beginning of a text: got token id {rows} .* below the model's vocabulary of {rows}"
+    with pytest.raises(CocaError, match=said):
+        measure(llama, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_lengths_without_two_tokens_in_a_copy_are_refused(coca, tmp_path):

@@ -233,6 +233,14 @@ def test_yarn_equals_its_script(llama, books, tmp_path, length, stride, bos):
     assert got == pytest.approx(expected, rel=1e-5)
 
 
+def test_yarn_refuses_a_beginning_that_the_model_does_not_embed(llama, books, tmp_path):
+    llama.tokenizer.add_special_tokens({"bos_token": "<begin>"})
+    with pytest.raises(CocaError, match=r"beginning of a text: got token id .* below the model's"):
+        value(llama, books, tmp_path / "out", "yarn", 50, 16)
+    assert not (tmp_path / "out").exists()
+    value(llama, books, tmp_path / "out", "longlora", 50, 16)
+
+
 @pytest.mark.parametrize(("length", "stride"), [(50, 16), (64, 64), (331, 100)])
 def test_longlora_equals_its_script(llama, books, tmp_path, length, stride):
     texts = written(llama, books, lambda text: text * 2)
