@@ -22,7 +22,8 @@ from coca_hf.models.decoder import CocaConfig, CocaPreTrainedModel
 from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES, CocaRotaryEmbedding
 from coca_hf.weights import HEADS
 
-# in the model's __dict__: its class and __dict__ before patch_, `_places` and `_parts`; or None
+# in the model's __dict__: its class and __dict__ before patch_, `_places`, `_parts` and `_buffers`;
+# or None
 ORIGINAL = "_original_of_patch"
 # attributes of modules that are no floats and that decide what the modules compute
 FLAGS = ("is_causal", "sliding_window", "use_parallel_residual", "use_rope")
@@ -122,7 +123,7 @@ def patch_(
     original = None
     if keep_original:
         parts = _parts(coca)
-        original = type(model), model.__dict__, _places(parts[1]), parts
+        original = type(model), model.__dict__, _places(parts[1]), parts, _buffers(coca)
     model.__class__, model.__dict__ = type(coca), coca.__dict__
     model.__dict__[ORIGINAL] = original
     return model
@@ -136,8 +137,8 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
     follow their layer's output projection if it was moved or cast.
 
     Raises CocaError if the original was not kept, because it cannot be computed from the CoCA
-    model, or if embeddings have been resized, modules or parameters replaced or hooks registered
-    since.
+    model, or if embeddings have been resized, modules or parameters replaced, or hooks, buffers or
+    methods of your own added since.
     """
     if not isinstance(model, CocaPreTrainedModel):
         raise CocaError(
@@ -148,9 +149,11 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
             "unpatch_: got a model without its original projections, expected patch_(model, "
             "keep_original=True); load the original again"
         )
-    *original, places, parts = model.__dict__[ORIGINAL]
+    *original, places, parts, buffers = model.__dict__[ORIGINAL]
     is_replaced = _parts(model) != parts
     has_hooks = any(map(_has_hooks, model.modules()))
+    own_method = next((name for name, m in model.named_modules() if _has_own_method(m)), None)
+    own_buffers = _buffers(model) - buffers
     state, vocab_size = _training_state(model), model.config.vocab_size
     head = getattr(model.get_output_embeddings(), "weight", None)  # classifiers have none
     coca = type(model), model.__dict__
@@ -166,6 +169,11 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
         )
     elif has_hooks:
         problem = "hooks that were registered since patch_, which would be lost; remove them first"
+    elif own_method is not None:
+        name = own_method or "the model"
+        problem = f"a method of your own on {name}, which would be lost; delete it first"
+    elif own_buffers:
+        problem = f"{min(own_buffers)}, a buffer of your own, which would be lost; remove it first"
     if problem:
         model.__class__, model.__dict__ = coca
         raise CocaError(f"unpatch_: got {problem}")
@@ -249,7 +257,7 @@ def _check_movable(model: PreTrainedModel) -> None:
             )
     for name, module in model.named_modules():
         is_compiled = module._compiled_call_impl is not None
-        has_method = any(callable(v) and hasattr(type(module), n) for n, v in vars(module).items())
+        has_method = bool(_own_methods(module))
         if is_compiled or _has_hooks(module) or has_method or hasattr(module, "_hf_hook"):
             raise CocaError(
                 f"patch_: {name or 'the model'} is compiled or has hooks or a method of its own, "
@@ -286,6 +294,23 @@ def _has_hooks(module: torch.nn.Module) -> bool:
     own = ("transformers.utils.output_capturing", "transformers.modeling_utils")
     hooks = [hook for kind in HOOKS for hook in getattr(module, f"_{kind}").values()]
     return any(getattr(hook, "__module__", None) not in own for hook in hooks)
+
+
+def _own_methods(module: torch.nn.Module) -> set[str]:
+    """The names of methods that were set on `module` itself."""
+    return {n for n, v in vars(module).items() if callable(v) and hasattr(type(module), n)}
+
+
+def _has_own_method(module: torch.nn.Module) -> bool:
+    """Whether `module` has a method of its own other than the `forward` that accelerate puts around
+    a model's for mixed precision, which leaves with it.
+    """
+    accelerates = {"forward"} if "_original_forward" in vars(module) else set()
+    return bool(_own_methods(module) - accelerates)
+
+
+def _buffers(model: PreTrainedModel) -> set[str]:
+    return {name for name, _ in model.named_buffers()}
 
 
 def _check_angles(model: PreTrainedModel, config: CocaConfig) -> None:

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -254,6 +255,33 @@ def test_unpatch_refuses_hooks_that_were_registered_since(model):
     assert type(model) is CocaLlamaForCausalLM
     hook.remove()
     assert type(unpatch_(model)) is LlamaForCausalLM
+
+
+ADDED = {
+    "a method of your own on model.layers.1.mlp,": (
+        lambda model: setattr(model.model.layers[1].mlp, "forward", torch.zeros_like)
+    ),
+    "a method of your own on the model,": lambda model: setattr(model, "forward", torch.zeros_like),
+    "model.steer, a buffer of your own,": (
+        lambda model: model.model.register_buffer("steer", torch.ones(3))
+    ),
+}
+
+
+@pytest.mark.parametrize("message", ADDED)
+def test_unpatch_refuses_to_lose_methods_and_buffers_that_were_added_since(model, message):
+    ADDED[message](patch_(model, keep_original=True))
+    with pytest.raises(CocaError, match=f"unpatch_: got {message} which would be lost; "):
+        unpatch_(model)
+    assert type(model) is CocaLlamaForCausalLM
+
+
+def test_unpatch_takes_a_model_that_accelerate_prepared_for_mixed_precision(model):
+    ids = torch.arange(20)[None]
+    expected = model(ids).logits
+    patch_(model, keep_original=True)
+    Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    assert torch.equal(unpatch_(model)(ids).logits, expected)
 
 
 def test_a_copy_of_a_patched_model_is_unpatched_on_its_own(model):
