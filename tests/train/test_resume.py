@@ -165,7 +165,9 @@ def test_old_checkpoints_are_removed_and_copies_of_ones_own_are_not(train, tmp_p
     assert {path.parent.name for path in saved.glob("checkpoint-*/state")} == own
 
 
-def test_a_resumed_run_takes_the_interval_and_the_timeout_that_it_is_given(train, tmp_path, monkeypatch):
+def test_a_resumed_run_takes_the_interval_and_the_timeout_that_it_is_given(
+    train, tmp_path, monkeypatch
+):
     with interrupted_in_step(2):
         train("training.save_steps=1", "stages.k.max_steps=5")
     with stopped_before_its_result(monkeypatch):
