@@ -124,11 +124,6 @@ def check_target(sources: Collection[str], target: Path, overwrite: bool) -> Non
                 f"{directory}: is the source itself or holds it, or the text of --calibrate; "
                 "choose another destination"
             )
-    parents = target.resolve().parents
-    if inside := [source for source in found if source.is_dir() and source in parents]:
-        raise CocaError(
-            f"{target}: is inside {inside[0]}, which is read; choose another destination"
-        )
     if not os.path.lexists(target):
         return
     problem = None

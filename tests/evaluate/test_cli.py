@@ -132,7 +132,8 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD)
 def test_bad_input_is_one_line_and_exit_code_2(bad, perplexity, out):
-    code, stdout, stderr = perplexity(f"--lengths 32 {bad}")
+    lengths = "" if "--lengths" in bad else "--lengths 32"
+    code, stdout, stderr = perplexity(f"{lengths} {bad}")
     assert (code, stdout) == (2, "")
     assert stderr.startswith("error: ")
     assert BAD[bad] in stderr
