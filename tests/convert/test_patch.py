@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -276,7 +277,8 @@ def test_unpatch_refuses_to_lose_methods_and_buffers_that_were_added_since(model
     assert type(model) is CocaLlamaForCausalLM
 
 
-def test_unpatch_takes_a_model_that_accelerate_prepared_for_mixed_precision(model):
+def test_unpatch_takes_a_model_that_accelerate_prepared_for_mixed_precision(model, monkeypatch):
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {})  # a process has one precision
     ids = torch.arange(20)[None]
     expected = model(ids).logits
     patch_(model, keep_original=True)
