@@ -77,10 +77,10 @@ if TYPE_CHECKING:
     from coca_hf.convert.conversion import convert_checkpoint
     from coca_hf.convert.patch import patch_, unpatch_
 else:
-    CONVERSION = {"convert_checkpoint": "conversion", "patch_": "patch", "unpatch_": "patch"}
+    OF_CONVERSION = {"convert_checkpoint": "conversion", "patch_": "patch", "unpatch_": "patch"}
 
     def __getattr__(name):
         """Import conversion when it is used: loading a model and generating need none of it."""
-        if name not in CONVERSION:
+        if name not in OF_CONVERSION:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"coca_hf.convert.{CONVERSION[name]}"), name)
+        return getattr(import_module(f"coca_hf.convert.{OF_CONVERSION[name]}"), name)

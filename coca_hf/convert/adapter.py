@@ -131,7 +131,8 @@ class Adapter:
             if found_ranks != [self.rank, self.rank]:
                 raise CocaError(
                     f"{self.weights.file}: got ranks {found_ranks} of lora_A and lora_B for "
-                    f"{name}, expected {self.rank} from {ADAPTER_CONFIG_NAME}; is the adapter complete?"
+                    f"{name}, expected {self.rank} from {ADAPTER_CONFIG_NAME}; is the adapter "
+                    "complete?"
                 )
         if not targets:
             raise CocaError(f"{self.weights.file}: got no tensors, expected those of an adapter")

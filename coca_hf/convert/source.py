@@ -414,13 +414,12 @@ def open_source(
         )
     directory = path if path.is_dir() else _download(source, revision, allow_pickle, scratch)
     if os.path.lexists(directory / ADAPTER_CONFIG_NAME):
-        base = read_json(checkpoint_file(directory, ADAPTER_CONFIG_NAME)).get(
-            "base_model_name_or_path"
-        )
+        adapter_config = read_json(checkpoint_file(directory, ADAPTER_CONFIG_NAME))
+        base = adapter_config.get("base_model_name_or_path")
         raise CocaError(
             f"{source}: got an adapter of {base}, expected a whole model; pass its base as SRC and "
-            f"its directory as --adapter, or remove {ADAPTER_CONFIG_NAME} if the weights beside it are "
-            "already merged"
+            f"its directory as --adapter, or remove {ADAPTER_CONFIG_NAME} if the weights beside it "
+            "are already merged"
         )
     commit = None if path.is_dir() else directory.name
     has_safetensors = any(os.path.lexists(directory / name) for name in (SINGLE, INDEX))

@@ -28,7 +28,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     masking_utils,
 )
-from transformers.utils import ADAPTER_CONFIG_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from coca_hf.errors import CocaError, library_errors, nearest, short
 from coca_hf.models.hub import CARD, CONVERSION, LICENCE_FILES, RECORDS
@@ -58,14 +58,8 @@ def located(name: str) -> tuple[str, Path]:
     if Path(name).exists():
         return name, Path(name)
     path, _, revision = name.partition("@")
-    files = [
-        "config.json",
-        ADAPTER_CONFIG_NAME,
-        "tokenizer_config.json",
-        CARD,
-        *RECORDS,
-        *HANDED_ON,
-    ]
+    files = ["config.json", GENERATION_CONFIG_NAME, ADAPTER_CONFIG_NAME, "tokenizer_config.json"]
+    files += [CARD, *RECORDS, *HANDED_ON]
     with loading(name):
         directory = Path(snapshot_download(path, revision=revision or None, allow_patterns=files))
     return f"{path}@{directory.name}", directory

@@ -418,9 +418,9 @@ def check_whole(name: str, directory: Path) -> None:
     """Raises CocaError for a peft adapter beside a model: only the adapter would be saved."""
     if (directory / ADAPTER_CONFIG_NAME).exists():
         raise CocaError(
-            f"{name}: got {ADAPTER_CONFIG_NAME}, which makes transformers load another base and save the "
-            "adapter alone, expected a whole model; merge the adapter (merge_and_unload), or "
-            f"remove {ADAPTER_CONFIG_NAME} if it is merged"
+            f"{name}: got {ADAPTER_CONFIG_NAME}, which makes transformers load another base and "
+            "save the adapter alone, expected a whole model; merge the adapter (merge_and_unload), "
+            f"or remove {ADAPTER_CONFIG_NAME} if it is merged"
         )
 
 

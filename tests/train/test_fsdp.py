@@ -164,14 +164,20 @@ def test_adapters_are_sharded_trained_and_merged_as_in_one_process(real_recipe, 
         assert_same_weights(ours / stage, one / stage, atol=1e-3)
 
 
-def test_kept_layers_with_a_window_train_as_in_one_process(real_recipe, tiny_llama_dir, tmp_path):
-    convert_checkpoint(tiny_llama_dir, tmp_path / "kept", keep_layers=[1], keep_window=9)
-    settings = [*ONE_STAGE[2:], f"model={tmp_path / 'kept'}"]
+def assert_trains_as_in_one_process(recipe, model, tmp_path):
+    """One stage in two processes of FSDP2; returns its directory."""
+    settings = [*ONE_STAGE[2:], f"model={model}"]
     ours = tmp_path / "two/1-k"
-    succeed(tmp_path, [Run([real_recipe, *ONE_STAGE[:2], *settings, "--out", ours.parent], FSDP2)])
-    one = run_recipe(load_recipe(real_recipe, settings), tmp_path / "one", "k")
+    succeed(tmp_path, [Run([recipe, *ONE_STAGE[:2], *settings, "--out", ours.parent], FSDP2)])
+    one = run_recipe(load_recipe(recipe, settings), tmp_path / "one", "k")
     assert_same_losses(ours, one)
     assert_same_weights(ours, one, atol=1e-4)
+    return ours
+
+
+def test_kept_layers_with_a_window_train_as_in_one_process(real_recipe, tiny_llama_dir, tmp_path):
+    convert_checkpoint(tiny_llama_dir, tmp_path / "kept", keep_layers=[1], keep_window=9)
+    ours = assert_trains_as_in_one_process(real_recipe, tmp_path / "kept", tmp_path)
     assert json.loads((ours / "config.json").read_text())["coca_kept_window"] == 9
 
 
@@ -181,12 +187,7 @@ def test_tied_embeddings_train_and_are_saved_once_as_by_one_process(
     config = AutoConfig.from_pretrained(tiny_coca_dir, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tied")
     AutoTokenizer.from_pretrained(tiny_coca_dir).save_pretrained(tmp_path / "tied")
-    settings = [*ONE_STAGE[2:], f"model={tmp_path / 'tied'}"]
-    ours = tmp_path / "two/1-k"
-    succeed(tmp_path, [Run([real_recipe, *ONE_STAGE[:2], *settings, "--out", ours.parent], FSDP2)])
-    one = run_recipe(load_recipe(real_recipe, settings), tmp_path / "one", "k")
-    assert_same_losses(ours, one)
-    assert_same_weights(ours, one, atol=1e-4)
+    assert_trains_as_in_one_process(real_recipe, tmp_path / "tied", tmp_path)
 
 
 def test_bfloat16_computes_but_rounds_no_loss_and_sums_no_gradients(real_recipe, runs, tmp_path):

@@ -53,7 +53,8 @@ def test_a_model_is_read_at_its_revision_and_keeps_card_and_licence(hub, train, 
 
 
 def test_everything_that_stages_hand_on_is_fetched_from_the_hub(monkeypatch, tmp_path):
-    files = ["config.json", "conversion.json", "LICENSE", "tokenizer.model", "tekken.json"]
+    files = ["config.json", "generation_config.json", "conversion.json", "LICENSE"]
+    files += ["tokenizer.model", "tekken.json"]
     fetched = []
 
     def download(path, revision, allow_patterns):
