@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -22,17 +22,13 @@ SEED = "Seed of the documents or cases that are drawn."
 MODEL = "A model directory, or a hub id as owner/name."
 OUT = "Directory for rows.jsonl; existing rows are kept, except those that ran out of memory."
 ROPE = "RoPE, several by commas: default, linear:FACTOR, dynamic:FACTOR, yarn:FACTOR."
-DTYPE = "Type of the weights: auto (the checkpoint's), float32, bfloat16 or float16."
 NAME = "Name of the model in the rows; by default its directory's."
 REVISION = "Branch, tag or commit of a MODEL on the hub."
 TRUST = "Run the code that the checkpoint carries."
 DATA = "Text: a .txt, .jsonl or .parquet file, a directory or glob of them, or a hub id."
-PRESET = "A data set with published numbers: pg19 or proof-pile."
+PRESET = "A data set with published numbers."
 DOCUMENTS = "Number of documents to draw; all by default."
 CUT = "Cut every document to this many tokens."
-COLUMN = "Column that holds the text."
-SPLIT = "Split of a data set on the hub."
-SUBSET = "Subset of a data set on the hub."
 DATA_REVISION = "Branch, tag or commit of a data set on the hub."
 SKIP = "Skip documents that are empty or shorter than a window, and print their names."
 ORIGINAL = "The model that MODEL was converted from, as a directory or hub id."
@@ -40,7 +36,6 @@ STRIDE = (
     "Tokens between windows; by default 512, or 256 for other variants than sliding. A shorter "
     "length is its own stride."
 )
-WINDOWS = "sliding, or yarn or longlora to compute as these scripts do."
 BUCKET = "Number of consecutive token indices whose losses are summed."
 DEPTHS = "Number of depths on an even grid; by default depths are drawn uniformly."
 PROMPTS = (
@@ -126,7 +121,10 @@ class ModelOptions:
     model: Annotated[str, typer.Argument(help=MODEL, show_default=False)]
     out: Annotated[Path, typer.Option(help=OUT)]
     rope: Annotated[str, typer.Option(help=ROPE)] = "default"
-    dtype: Annotated[str, typer.Option(help=DTYPE)] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Type of the weights; auto is the checkpoint's."),
+    ] = "auto"
     name: Annotated[str | None, typer.Option(help=NAME)] = None
     revision: Annotated[str | None, typer.Option(help=REVISION)] = None
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=TRUST)] = False
@@ -191,12 +189,12 @@ class TextOptions:
     """The documents to read."""
 
     data: Annotated[str | None, typer.Option(help=DATA)] = None
-    preset: Annotated[str | None, typer.Option(help=PRESET)] = None
+    preset: Annotated[Literal["pg19", "proof-pile"] | None, typer.Option(help=PRESET)] = None
     documents: Annotated[int | None, typer.Option(min=1, help=DOCUMENTS)] = None
     max_tokens: Annotated[int | None, typer.Option(min=2, help=CUT)] = None
-    column: Annotated[str, typer.Option(help=COLUMN)] = "text"
-    split: Annotated[str, typer.Option(help=SPLIT)] = "test"
-    subset: Annotated[str | None, typer.Option(help=SUBSET)] = None
+    column: Annotated[str, typer.Option(help="Column that holds the text.")] = "text"
+    split: Annotated[str, typer.Option(help="Split of a data set on the hub.")] = "test"
+    subset: Annotated[str | None, typer.Option(help="Subset of a data set on the hub.")] = None
     data_revision: Annotated[str | None, typer.Option(help=DATA_REVISION)] = None
     skip_short: Annotated[bool, typer.Option("--skip-short", help=SKIP)] = False
     seed: Seed = 0
@@ -211,12 +209,12 @@ class TextOptions:
 
     def draw(self, run, min_tokens: int | None = None, special_tokens: bool = True):
         """The sample for a run. min_tokens: of a document, by default the longest length."""
-        from coca_hf.evaluate.sample import check_preset, draw_sample, first_of
+        from coca_hf.evaluate.sample import PRESETS, draw_sample, first_of
 
         options, min_tokens = asdict(self), min_tokens or max(run.lengths)
         if preset := options.pop("preset"):
-            chosen = check_preset(preset)
-            min_tokens = max(min_tokens, chosen.pop("min_tokens"))
+            chosen = PRESETS[preset]
+            min_tokens = max(min_tokens, chosen["min_tokens"])
             options |= chosen | {"max_tokens": self.max_tokens or chosen["max_tokens"]}
             options["documents"] = self.documents or chosen["documents"]
         options |= {"min_tokens": min_tokens, "special_tokens": special_tokens}
@@ -264,17 +262,18 @@ def perplexity_command(
     lengths: Lengths,
     texts: TextOptions,
     stride: Annotated[int | None, typer.Option(min=1, help=STRIDE)] = None,
-    variant: Annotated[str, typer.Option(help=WINDOWS)] = "sliding",
+    variant: Annotated[
+        Literal["sliding", "yarn", "longlora"],
+        typer.Option(help="yarn and longlora compute as these scripts do."),
+    ] = "sliding",
     batch_size: BatchSize = "auto",
 ) -> None:
     """Perplexity of documents in sliding windows of each length.
 
     Each token is scored once and counts the same, except with the --variant of a script.
     """
-    from coca_hf.evaluate.loaded_model import check_choice
     from coca_hf.evaluate.perplexity import MEASUREMENT, VARIANTS, perplexity_rows
 
-    check_choice("--variant", variant, VARIANTS)
     run, kind = options.begin(lengths, batch_size), VARIANTS[variant]
     sample = texts.draw(run, special_tokens=kind.special_tokens)
     rows = perplexity_rows(run, sample, stride or kind.stride, variant)
@@ -307,16 +306,16 @@ def passkey_command(
     lengths: Lengths,
     cases: Annotated[int, typer.Option(min=1, help="Number of prompts per length.")] = 100,
     depths: Annotated[int | None, typer.Option(min=1, max=1000, help=DEPTHS)] = None,
-    variant: Annotated[str, typer.Option(help=PROMPTS)] = "paper",
+    variant: Annotated[
+        Literal["paper", "yarn", "longlora", "landmark"], typer.Option(help=PROMPTS)
+    ] = "paper",
     new_tokens: Annotated[int | None, typer.Option(min=1, max=10**6, help=NEW_TOKENS)] = None,
     seed: Seed = 0,
     batch_size: BatchSize = "auto",
 ) -> None:
     """Share of numbers that the model finds in irrelevant text of up to each length."""
-    from coca_hf.evaluate.loaded_model import check_choice
     from coca_hf.evaluate.passkey import MEASUREMENT, VARIANTS, passkey_rows
 
-    check_choice("--variant", variant, VARIANTS)
     run = options.begin(lengths, batch_size)
     rows = passkey_rows(run, cases, new_tokens, seed, variant, depths)
     options.measure_and_print(run, MEASUREMENT, rows, new_tokens or VARIANTS[variant].new_tokens)

@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 import pytest
 
 from coca_cli import main
+from coca_hf.evaluate import passkey, perplexity, sample
 
 SLOW = ("torch", "transformers", "datasets", "matplotlib", "coca_hf")
 PERPLEXITY = "coca-eval perplexity a --lengths 8 --out b"
@@ -47,6 +48,11 @@ def run():
     return dict(zip(commands, outcomes, strict=True))
 
 
+def names(choices):
+    """As an error lists them."""
+    return ", ".join(map(repr, choices))
+
+
 WRONG = {
     "coca-convert a b --constraint loose": "'loose' is not one of 'slack', 'strict'",
     "coca-convert a b --calibrate-tokens 0": "--calibrate-tokens: got 0, expected greater than or "
@@ -73,6 +79,10 @@ WRONG = {
     f"{PERPLEXITY} --data c --preset pg19": "--data, --preset: got both, expected one of",
     f"{PERPLEXITY} --preset pg19 --split train": "--split: got it with --preset, which has its own; "
     "leave it out",
+    f"{PERPLEXITY} --preset pile": f"'pile' is not one of {names(sample.PRESETS)}",
+    f"{PERPLEXITY} --variant paper": f"'paper' is not one of {names(perplexity.VARIANTS)}",
+    f"{PERPLEXITY} --dtype int8": "'int8' is not one of 'auto', 'float32', 'bfloat16', 'float16'",
+    "coca-eval passkey a --variant sliding": f"'sliding' is not one of {names(passkey.VARIANTS)}",
     f"{COPYING} --data c --preset pg19": "--data, --preset: got both, expected one of",
     f"{COPYING} --max-tokens 99": "--max-tokens: got it without --data or --preset, expected one of",
     "coca-eval passkey a --depths 1001": "--depths: got 1001, expected less than or equal to 1000",

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,6 @@ from coca_hf.models.rotary import ntk_base, unscaled_len
 from coca_hf.tokens import NO_TOKENIZER
 from coca_hf.weights import is_derived, read_json
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 OF_CHECKPOINT = "transformers_modules."  # where transformers imports a checkpoint's own code
 OWN_CODE = (
     "got a model that needs the code it carries; read that code, and if you trust it, add "
@@ -80,16 +79,15 @@ def load_model(
     """Load the causal language model and the tokenizer of a directory or hub id, onto the GPU if
     there is one.
 
-    dtype: one of `DTYPES`; `auto` is the checkpoint's own. name: of the model in its rows, by
-    default that of its directory. revision: commit, branch or tag of a hub id, by default the main
-    branch. trust_remote_code: run the checkpoint's own code if neither transformers nor coca_hf
-    knows the model.
+    dtype: of the weights; `auto` is the checkpoint's own. name: of the model in its rows, by default
+    that of its directory. revision: commit, branch or tag of a hub id, by default the main branch.
+    trust_remote_code: run the checkpoint's own code if neither transformers nor coca_hf knows the
+    model.
 
     Raises CocaError if there is no model, `revision` is given for a directory, the model is not a
     causal language model or needs code of its own that is not trusted, its weights are unreadable
     or do not match its config, or it has no tokenizer.
     """
-    check_choice("--dtype", dtype, DTYPES)
     if revision and Path(path).exists():
         problem = f"got {revision!r} for the directory {path}, expected it for a hub id"
         raise CocaError(f"--revision: {problem}; leave it out")
@@ -113,12 +111,6 @@ def load_model(
         trained_seq_len=trained_seq_len,
         commit=commit,
     )
-
-
-def check_choice(option: str, choice: str, known: Iterable[str]) -> None:
-    """Raise CocaError if the value of an option is not known."""
-    if choice not in known:
-        raise CocaError(f"{option}: got {choice!r}, expected one of {', '.join(known)}")
 
 
 def check_vocabulary(loaded: LoadedModel, token_ids: torch.Tensor, where: str) -> None:

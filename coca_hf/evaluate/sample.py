@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coca_hf.documents import Document, check_text_options, commit_of, read_documents
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.loaded_model import LoadedModel, check_choice, check_vocabulary
+from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
 from coca_hf.evaluate.rows import relative
 from coca_hf.tokens import around_text, begun
 
@@ -51,28 +51,20 @@ class Sample:
         }
 
 
-PRESETS: dict[str, dict] = {
+OF_ALL = {"min_tokens": 32768, "max_tokens": 32768, "skip_short": True}
+PRESETS: dict[str, dict] = {  # arguments of `draw_sample`
     # The paper: 100 documents of PG-19 with at least 32768 tokens, cut to that length. The test
     # split has exactly 100 documents.
-    "pg19": {"data": "emozilla/pg19-test", "documents": 100},
+    "pg19": {"data": "emozilla/pg19-test", "documents": 100, **OF_ALL},
     # YaRN's eval.sh: 50 of Proof-pile's test documents with at least 32768 tokens. It takes the
     # first ones; here they are drawn. Nearly all tokens are a byte or more, hence `min_bytes`.
     "proof-pile": {
         "data": "emozilla/proofpile-test-tokenized",
         "documents": 50,
         "min_bytes": 32_000,
+        **OF_ALL,
     },
 }
-OF_ALL = {"min_tokens": 32768, "max_tokens": 32768, "skip_short": True}
-
-
-def check_preset(name: str) -> dict:
-    """The arguments of `draw_sample` that a preset stands for.
-
-    Raises CocaError for an unknown name.
-    """
-    check_choice("--preset", name, PRESETS)
-    return OF_ALL | PRESETS[name]
 
 
 def draw_sample(

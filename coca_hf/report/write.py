@@ -8,7 +8,6 @@ from operator import itemgetter
 from pathlib import Path
 
 from coca_hf.errors import CocaError, one_line
-from coca_hf.evaluate.loaded_model import check_choice
 from coca_hf.evaluate.measurements import MEASUREMENTS
 from coca_hf.evaluate.rows import ROWS, last_trained_length, latest
 from coca_hf.evaluate.tables import Measurement, Table, data_of
@@ -64,8 +63,9 @@ def read_page(runs: Sequence[Path], paper: Sequence[str] = (), title: str = TITL
     Models first, then a section for each measurement, the recovery in training, and how the numbers
     were made. Raises CocaError as `write_report` does.
     """
-    for name in paper:
-        check_choice("--paper", name, PUBLISHED)
+    if unknown := [name for name in paper if name not in PUBLISHED]:
+        expected = f"expected one of {', '.join(PUBLISHED)}"
+        raise CocaError(f"--paper: got {unknown[0]!r}, {expected}")
     recoveries = {run: found for run in runs if (found := read_recovery(run))}
     names = Counter(found.name for found in recoveries.values())
     for run, found in recoveries.items():

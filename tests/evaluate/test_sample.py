@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import nn
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.sample import PRESETS, check_preset, draw_sample
+from coca_hf.evaluate.sample import PRESETS, draw_sample
 
 
 @pytest.fixture
@@ -147,14 +147,11 @@ def test_without_special_tokens_the_text_alone_is_tokenized(llama, many):
 
 def test_the_preset_of_the_paper_is_its_setting():
     """Section 4.2: documents of at least 32768 tokens of PG-19's test split, cut to them."""
-    preset = check_preset("pg19")
+    preset = PRESETS["pg19"]
     assert preset["data"] == "emozilla/pg19-test"
     assert (preset["min_tokens"], preset["max_tokens"]) == (32768, 32768)
     assert preset["skip_short"]
-    assert (preset["documents"], check_preset("proof-pile")["documents"]) == (100, 50)
-    assert set(PRESETS) == {"pg19", "proof-pile"}
-    with pytest.raises(CocaError, match="--preset: got 'pile', expected one of pg19, proof-pile"):
-        check_preset("pile")
+    assert (preset["documents"], PRESETS["proof-pile"]["documents"]) == (100, 50)
 
 
 def test_options_that_local_files_do_not_have_are_refused(llama, many):

@@ -19,7 +19,6 @@ from transformers import LlamaConfig
 from coca_cli import convert, evaluate, train
 from coca_hf import CocaLlamaConfig
 from coca_hf.evaluate.loaded_model import parse_ropes
-from coca_hf.evaluate.sample import check_preset
 from coca_hf.train.gpu_plan import GIB, RESERVE, plan_recipe
 from coca_hf.train.model import start_config
 from coca_hf.train.recipe import load_recipe
@@ -105,8 +104,6 @@ def test_every_command_line_is_understood_and_its_files_are_in_the_repository(sc
             load_recipe(REPOSITORY / given["recipe"], given["settings"])
         if given.get("rope"):
             parse_ropes(given["rope"])
-        if given.get("preset"):
-            check_preset(given["preset"])
         if given.get("include_path"):
             files.append(f"{given['include_path']}/{given['tasks']}.yaml")
     assert files
