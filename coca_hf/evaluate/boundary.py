@@ -33,13 +33,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.loaded_model import Rope, use_rope_
 from coca_hf.evaluate.query_key_products import Products, frequencies, visiting_products
-from coca_hf.evaluate.rows import Count, Identity, Raw, Run, Setting, Share, TextRow
+from coca_hf.evaluate.rows import Beside, Count, Identity, Raw, Run, Setting, Share, TextRow
 from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.tables import Measurement, Table, grid_of, powers, text_settings
 from coca_hf.page import Figure, Grid, Heat, Part, Text
@@ -63,16 +62,13 @@ class BoundaryRow(TextRow):
     """
 
     length: Identity[Count]
-    value: Share  # share_d
+    value: Share  # in scenario d
     pairs_per_document: Setting[int]
-    share_a: NotRequired[float | None]
-    share_b: NotRequired[float | None]
-    share_c: NotRequired[float | None]
-    share_d: NotRequired[float | None]
-    share_d_weighted: NotRequired[float | None]  # by |h_j|
-    share_abnormal: NotRequired[float | None]  # in scenario d, sampled nearer than their tau
-    share_absolute: NotRequired[float | None]  # of |g_j| in |h_j| + |g_j|; only slack has any
-    mean_abs_angle: NotRequired[float | None]  # radians, of angles in (-pi, pi]
+    share_b: Beside[float | None]
+    share_d_weighted: Beside[float | None]  # by |h_j|
+    share_abnormal: Beside[float | None]  # in scenario d, sampled nearer than their tau
+    share_absolute: Beside[float | None]  # of |g_j| in |h_j| + |g_j|; only slack has any
+    mean_abs_angle: Beside[float | None]  # radians, of angles in (-pi, pi]
 
 
 def boundary_rows(
@@ -220,10 +216,7 @@ def _shares(sums: dict[str, np.ndarray]) -> dict[str, Any]:
     defined, least = max(falls + rises, 1), sys.float_info.min
     return {
         "value": rises / defined,
-        "share_a": 0.0,
         "share_b": falls / defined,
-        "share_c": 0.0,
-        "share_d": rises / defined,
         "share_d_weighted": total["magnitude_d"] / max(magnitude, least),
         "share_abnormal": total["abnormal"] / defined,
         "share_absolute": absolute / max(magnitude + absolute, least),
@@ -270,10 +263,8 @@ SLACK = (
     "are, the share of which is in the column absolute; no bound of the paper's is of such a score."
 )
 SCENARIOS = {
-    "a": "share_a",
     "b": "share_b",
-    "c": "share_c",
-    "d": "share_d",
+    "d": "value",
     "d, weighted": "share_d_weighted",
     "score rises": "share_abnormal",
     "mean angle (radians)": "mean_abs_angle",
@@ -302,8 +293,7 @@ def _scenarios(table: Table) -> Grid:
     """The share of each scenario (figure 3), at one length."""
     lines = {}
     for name, row in table.longest.items():
-        # A row with an error has no shares
-        numbers = {key: row.get(column) for key, column in SCENARIOS.items()}
+        numbers = {key: row[column] for key, column in SCENARIOS.items()}
         cells = {key: f"{number:.3f}" for key, number in numbers.items() if number is not None}
         lines[name] = {"length": str(row["length"]), **cells}
     columns = ("length", *SCENARIOS)

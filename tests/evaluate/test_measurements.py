@@ -79,5 +79,5 @@ def test_nan_is_an_error_of_the_row(task, measure, broken, tmp_path):
     for row in rows_in(tmp_path / "out"):
         assert row["value"] is None
         assert row["error"].endswith(NAN[task])
-        beside = ("nll", "nll_first", "sink", "share_d")
+        beside = ("nll", "nll_first", "sink", "share_b")
         assert all(row.get(name) is None for name in beside)

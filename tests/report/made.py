@@ -31,8 +31,7 @@ def row(model="llama", rope="default", length=512, value=7.25, task="perplexity"
     books = {**BOOKS, "document_names": ["emma.txt", "persuasion.txt"], "max_tokens": None}
     strides = {"variant": "sliding", "stride": 256, "asked_stride": 256}
     variant = {"variant": "paper", "depths": None, "new_tokens": 64}
-    shares = {"share_a": 0.0, "share_b": 1 - share, "share_c": 0.0, "share_d": value}
-    shares |= {"share_d_weighted": value, "share_abnormal": share / 2}
+    shares = {"share_b": 1 - share, "share_d_weighted": value, "share_abnormal": share / 2}
     shares["share_absolute"] = 0.0
     speed = {"peak_bytes": 2**30, "memory_kind": "process", "baseline": None, "ratio": None}
     speed["tokens_per_second"] = length and value and length / value
