@@ -333,8 +333,7 @@ def boundary_command(
     from coca_hf.evaluate.boundary import MEASUREMENT, boundary_rows
 
     run = options.begin(lengths)
-    rows = boundary_rows(run, texts.draw(run), pairs, texts.seed)
-    options.measure_and_print(run, MEASUREMENT, rows)
+    options.measure_and_print(run, MEASUREMENT, boundary_rows(run, texts.draw(run), pairs))
 
 
 @app.command("copying")
@@ -407,7 +406,7 @@ def layers_command(
     run = options.begin(lengths, batch_size)
     other = options.load_one(original, run.ropes)
     sample = texts.draw(run, special_tokens=False)
-    rows = layer_rows(run, other, sample, cases, texts.seed)
+    rows = layer_rows(run, other, sample, cases)
     for row in options.measure_and_print(run, MEASUREMENT, rows):
         if "order" in row:
             say(

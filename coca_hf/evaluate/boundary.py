@@ -71,16 +71,14 @@ class BoundaryRow(TextRow):
     mean_abs_angle: Beside[float | None]  # radians, of angles in (-pi, pi]
 
 
-def boundary_rows(
-    run: Run, sample: Sample, pairs_per_document: int = 1024, seed: int = 0
-) -> Iterator[dict]:
+def boundary_rows(run: Run, sample: Sample, pairs_per_document: int = 1024) -> Iterator[dict]:
     """Yield the rows of a run.
 
-    The first `length` tokens of every document count.
+    The first `length` tokens of every document count. Positions are drawn with the sample's seed.
 
     Raises CocaError if the model has no rotary embedding, or rotates its heads in an unknown way.
     """
-    model, documents = run.loaded.model, sample.token_ids
+    model, documents, seed = run.loaded.model, sample.token_ids, sample.settings["seed"]
 
     def measure(rope: Rope, length: int, batches: Batches) -> tuple[dict, Raw]:
         use_rope_(model, rope, length)
@@ -101,8 +99,7 @@ def boundary_rows(
             raw["decay"] = _decay_lines(sums, theta, distances, len(found))
         return _shares(sums) | {"tokens": sum(len(ids[:length]) for ids in documents)}, raw
 
-    settings = {"task": "boundary", **sample.describe()}
-    settings |= {"pairs_per_document": pairs_per_document, "seed": seed}
+    settings = {"task": "boundary", **sample.describe(), "pairs_per_document": pairs_per_document}
     return run.rows(BoundaryRow, settings, measure)
 
 

@@ -19,7 +19,7 @@ from typing_extensions import NotRequired
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.batches import Batches
 from coca_hf.evaluate.loaded_model import LoadedModel, Rope, check_vocabulary, use_rope_
-from coca_hf.evaluate.perplexity import Window, check_loss, compute_windows, token_losses, tokens_of
+from coca_hf.evaluate.perplexity import Window, check_loss, token_losses, tokens_of
 from coca_hf.evaluate.rows import Beside, Count, Identity, Raw, Row, Run, Setting, Shared
 from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.tables import NBSP, Measurement, Table, each_table, text_settings
@@ -71,10 +71,10 @@ def copying_rows(
             return torch.stack([firsts.sum(1), seconds.sum(1)], 1).tolist()
 
         windows = [Window(case, 0, len(ids) - 1, len(ids) - 1) for case, ids in enumerate(cases)]
-        windows, sums = compute_windows(windows, compute, batches)
+        sums = batches.compute([(windows, windows[0].input_len)], compute)
         lines = [
-            {"case": w.document, "tokens": copy_len - 1, "nll_first": first, "nll_second": second}
-            for w, (first, second) in zip(windows, sums, strict=True)
+            {"case": case, "tokens": copy_len - 1, "nll_first": first, "nll_second": second}
+            for case, (first, second) in enumerate(sums)
         ]
         tokens = tokens_of(lines)
         first, second = map(math.fsum, zip(*sums, strict=True))
@@ -96,7 +96,7 @@ def check_copy_lengths(lengths: list[int]) -> None:
 def repeated_sequences(
     loaded: LoadedModel, length: int, num_cases: int, seed: int, sample: Sample | None = None
 ) -> tuple[list[Tensor], int]:
-    """The token ids of every case, each at most (length,), and the tokens of one copy."""
+    """The token ids of every case, all of one length up to `length`, and the tokens of a copy."""
     begin, tokenizer = _beginning(loaded), loaded.tokenizer
     copy_len = (length - len(begin)) // 2
     if sample is None:

@@ -59,17 +59,17 @@ class LayersRow(TextRow):
 
 
 def layer_rows(
-    run: Run, original: LoadedModel, sample: Sample, num_cases: int = 6, seed: int = 0
+    run: Run, original: LoadedModel, sample: Sample, num_cases: int = 6
 ) -> Iterator[dict]:
     """Yield the rows of a run, whose model is the converted one.
 
     RoPE settings apply to both models. The states of a batch between all layers are in memory for
-    both models.
+    both models. Passages and random tokens are drawn with the sample's seed.
 
     Raises CocaError if the models differ in family, size or vocabulary or are in the wrong order,
     and for lengths below 5.
     """
-    converted = run.loaded
+    converted, seed = run.loaded, sample.settings["seed"]
     is_coca = [hasattr(one.model.config, "coca_constraint") for one in (original, converted)]
     if is_coca == [True, False]:
         raise CocaError(
@@ -110,7 +110,7 @@ def layer_rows(
         tokens = sum(len(ids) for cases in texts.values() for ids in cases)
         return measures | {"tokens": tokens}, {"layers": lines}
 
-    settings = {"task": "layers", **sample.describe(), "cases": num_cases, "seed": seed}
+    settings = {"task": "layers", **sample.describe(), "cases": num_cases}
     settings |= {"baseline": original.name, "baseline_fingerprint": original.fingerprint}
     return run.rows(LayersRow, settings, measure)
 
