@@ -513,7 +513,7 @@ def card_command(
     for notice in not_together(tables):
         warn(notice)
     own = {fingerprint(str(model), None, own_code) for own_code in (False, True)}
-    if tables and not any(row.get("fingerprint") in own for table in tables for row in table.rows):
+    if tables and not any(row["fingerprint"] in own for table in tables for row in table.rows):
         warn(
             f"{model}: no row was measured on these files, as they are now; if the model was "
             "trained since, or the rows are another's, measure it and write the card again"

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import NotRequired
 
 from coca_hf.convert.config import FAMILIES
 from coca_hf.errors import CocaError
@@ -48,7 +47,7 @@ class AttentionMapsRow(TextRow):
     sink: Beside[float | None]
     baseline_sink: Beside[float | None]
     baseline: Shared[str]  # a name
-    baseline_fingerprint: NotRequired[Setting[str]]
+    baseline_fingerprint: Setting[str | None]
 
 
 def attention_map_rows(run: Run, baseline: LoadedModel, sample: Sample) -> Iterator[dict]:

@@ -379,7 +379,7 @@ def _decay_figure(table: Table, decays: Lines) -> Figure:
     points = {}
     for name, lines in decays.items():
         row = table.longest[name]
-        kept = row.get("coca_kept_layers") or []
+        kept = row["coca_kept_layers"] or []
         by_distance: dict[int, list[float]] = {}
         for line in lines:
             is_coca = row["coca_constraint"] and line["layer"] not in kept

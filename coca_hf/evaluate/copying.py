@@ -14,7 +14,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.batches import Batches
@@ -39,14 +38,14 @@ class CopyingRow(Row):
     nll_first: Beside[float | None]  # nats per token of the first copies
     cases: Setting[int]
     seed: Setting[int]
-    data: NotRequired[Shared[str | None]]
-    subset: NotRequired[Shared[str | None]]
-    data_revision: NotRequired[Shared[str | None]]
-    column: NotRequired[Shared[str]]
-    split: NotRequired[Shared[str]]
-    document_names: NotRequired[Shared[list[str]]]
-    data_hash: NotRequired[Identity[str | None]]
-    text_hash: NotRequired[str | None]
+    data: Shared[str | None]
+    subset: Shared[str | None]
+    data_revision: Shared[str | None]
+    column: Shared[str | None]
+    split: Shared[str | None]
+    document_names: Shared[list[str] | None]
+    data_hash: Identity[str | None]
+    text_hash: str | None
 
 
 def copying_rows(
@@ -135,7 +134,7 @@ def _passage(sample: Sample, copy_len: int, seed: int, case_number: int) -> Tens
 
 def _settings(row: dict) -> str:
     cases = f"{row['cases']} cases per length"
-    if row.get("data"):
+    if row["data"]:
         return f"passages of {text_settings(row)}, {cases}"
     return f"random tokens, {cases}, seed {row['seed']}"
 

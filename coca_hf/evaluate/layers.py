@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.attention_maps import check_baseline
@@ -46,15 +45,15 @@ class LayersRow(TextRow):
 
     length: Identity[Count]
     value: float | None  # the divergence of the converted model, in nats
-    perplexity: NotRequired[float | None]
-    copy: NotRequired[float | None]  # nats per token of the second copies of random tokens
-    again: NotRequired[float | None]  # nats per token of passages that are read again
-    baseline_perplexity: NotRequired[float | None]
-    baseline_copy: NotRequired[float | None]
-    baseline_again: NotRequired[float | None]
-    order: NotRequired[list[int]]  # layers by harm, the greatest first
+    perplexity: float | None
+    copy: float | None  # nats per token of the second copies of random tokens
+    again: float | None  # nats per token of passages that are read again
+    baseline_perplexity: float | None
+    baseline_copy: float | None
+    baseline_again: float | None
+    order: list[int] | None  # layers by harm, the greatest first
     baseline: Shared[str]  # a name
-    baseline_fingerprint: NotRequired[Setting[str]]
+    baseline_fingerprint: Setting[str | None]
     cases: Setting[int]
 
 
@@ -260,7 +259,7 @@ def _whole(table: Table) -> Grid:
     lines = []
     for name, row in table.longest.items():
         for label, prefix in ((row["baseline"], "baseline_"), (name, "")):
-            numbers = [row.get(f"{prefix}{text}") for text in TEXTS]
+            numbers = [row[f"{prefix}{text}"] for text in TEXTS]
             cells = ["" if number is None else f"{number:.2f}" for number in numbers]
             lines.append([label, *cells])
     header = [f"as they are{table.at}", "perplexity", "second copy (nats)", "read again (nats)"]
@@ -271,7 +270,7 @@ def _orders(table: Table) -> list[Bullets]:
     items = [
         f"{name}: keep first {', '.join(map(str, row['order']))}"
         for name, row in table.longest.items()
-        if row.get("order")
+        if row["order"]
     ]
     return [Bullets(items)] if items else []
 

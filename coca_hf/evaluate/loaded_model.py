@@ -79,7 +79,7 @@ def load_model(
     """Load the causal language model and the tokenizer of a directory or hub id, onto the GPU if
     there is one.
 
-    dtype: of the weights; `auto` is the checkpoint's own. name: of the model in its rows, by default
+    dtype: of the weights; `auto` is the checkpoint's. name: of the model in its rows, by default
     that of its directory. revision: commit, branch or tag of a hub id, by default the main branch.
     trust_remote_code: run the checkpoint's own code if neither transformers nor coca_hf knows the
     model.

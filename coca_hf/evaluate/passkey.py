@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor
-from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.answers import (
@@ -77,7 +76,7 @@ class PasskeyRow(Row):
     depths: Setting[Count | None]  # points of the grid; null if depth is uniform
     new_tokens: Setting[int]  # 0 if nothing is generated
     seed: Setting[int]
-    nats_per_digit: NotRequired[float | None]  # of variants that generate nothing
+    nats_per_digit: float | None  # of variants that generate nothing
 
 
 class Variant(NamedTuple):

@@ -34,7 +34,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.batches import Batches, NoValue
@@ -51,10 +50,10 @@ class PerplexityRow(TextRow):
 
     length: Identity[Count]
     value: Positive
-    nll: NotRequired[float | None]  # nats per token
+    nll: float | None  # nats per token
     variant: Setting[str]
     asked_stride: Setting[int]
-    stride: NotRequired[int | None]  # no longer than the length
+    stride: int | None  # no longer than the length
 
 
 def perplexity_rows(

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 
 import torch
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from coca_hf.evaluate.batches import Batches
 from coca_hf.evaluate.loaded_model import Rope, use_rope_
@@ -49,8 +49,8 @@ class PositionRow(TextRow):
 
     length: Identity[Count]
     value: Positive  # the perplexity of all tokens
-    nll: NotRequired[float | None]  # nats per token
-    ranges: NotRequired[list[Range]]
+    nll: float | None  # nats per token
+    ranges: list[Range] | None
     bucket: Setting[Count]  # tokens
 
 
@@ -148,7 +148,7 @@ def _ranges(table: Table) -> list[Grid]:
     lines = {
         name: {
             (one["first"], one["end"]): MEASUREMENT.show({"value": one["perplexity"]})
-            for one in row.get("ranges") or []
+            for one in row["ranges"] or []
         }
         for name, row in table.longest.items()
     }

@@ -8,6 +8,8 @@ Fields are declared as
     Setting[T]    both
     Beside[T]     shown beside the value, so not null if there is a value
 
+A field that a row lacks is null: the row has no value, or is of an earlier version.
+
 The numbers behind a value are in raw tables, such as OUT/perplexity-windows/<row_id>.parquet,
 which the row's `raw` names. A row is written after its raw tables, so a row on disk is complete.
 `row_id`, sixteen hex digits of the row's identity, is also a column of its raw tables. Rows also
@@ -27,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_origin
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,7 +37,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock
 from pydantic import Field, PositiveFloat
-from typing_extensions import NotRequired, TypedDict, get_type_hints  # pydantic needs these
+from typing_extensions import TypedDict, get_type_hints  # pydantic needs these
 
 from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.batches import Batches, NoValue
@@ -64,25 +66,25 @@ class Row(TypedDict):
     task: Identity[str]
     model: Identity[str]  # its name
     model_path: str
-    fingerprint: NotRequired[Identity[str]]  # changes when the files of the model do
-    model_type: NotRequired[str]
-    model_commit: NotRequired[str | None]  # of a model on the hub
+    fingerprint: Identity[str | None]  # changes when the files of the model do
+    model_type: str | None
+    model_commit: str | None  # of a model on the hub
     rope: Identity[str]
     dtype: Identity[str]
     trained_length: Count | None  # tokens, according to the config
     trained_seq_len: Count | None  # positions reached in the last stage of coca-train
     tokens_seen: int | None  # in CoCA training
     coca_constraint: str | None
-    coca_kept_layers: NotRequired[list[int] | None]
-    coca_kept_window: NotRequired[int | None]  # tokens that these layers attend to, if not all
-    coca_content_pairs: NotRequired[int | None]
-    coca_content_layers: NotRequired[list[int] | None]
-    tokens: NotRequired[int | None]  # scored or read
+    coca_kept_layers: list[int] | None
+    coca_kept_window: int | None  # tokens that these layers attend to, if not all
+    coca_content_pairs: int | None
+    coca_content_layers: list[int] | None
+    tokens: int | None  # scored or read
     error: str | None  # why there is no value; "OOM: ..." if memory ran out
     raw: dict[str, Annotated[str, Field(pattern=RAW)]]  # files of raw tables, by name
     device: str
     versions: dict
-    commit: NotRequired[str | None]  # of coca_hf
+    commit: str | None  # of coca_hf
     command: str
     date: str
     seconds: float
@@ -92,14 +94,14 @@ class TextRow(Row):
     """The fields of a measurement on documents."""
 
     data: Shared[str]
-    subset: NotRequired[Shared[str | None]]
-    data_revision: NotRequired[Shared[str | None]]
+    subset: Shared[str | None]
+    data_revision: Shared[str | None]
     column: Shared[str]
     split: Shared[str]
     document_names: Shared[list[str]]
-    skipped_documents: NotRequired[list[str]]
-    data_hash: NotRequired[Identity[str]]  # of the very tokens
-    text_hash: NotRequired[str | None]  # of the documents, whatever the tokenizer
+    skipped_documents: list[str] | None
+    data_hash: Identity[str | None]  # of the very tokens
+    text_hash: str | None  # of the documents, whatever the tokenizer
     max_tokens: Setting[int | None]
     seed: Setting[int]
 
@@ -109,7 +111,6 @@ def fields(row_type: Any, mark: str) -> list[str]:
     """The names of the fields of `row_type` that have a mark: IDENTITY, SHARED or BESIDE."""
     found = []
     for name, hint in get_type_hints(row_type, include_extras=True).items():
-        hint = get_args(hint)[0] if get_origin(hint) is NotRequired else hint
         if get_origin(hint) is Annotated and mark in hint.__metadata__:
             found.append(name)
     return found
@@ -321,7 +322,6 @@ class Run:
                 results |= {"batch_size": batches.used} if batches.used else {}
             except NoValue as failure:
                 results, raw = {"value": None, "error": str(failure)}, {}
-                results |= dict.fromkeys(fields(row_type, BESIDE))
             made = {"seconds": round(time.perf_counter() - began, 3), "date": now()}
             return [self.store.append(row_type, row | {"error": None} | results | made, raw)]
 

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils.memory import clear_device_cache
-from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.batches import failed_on, is_out_of_memory
@@ -49,15 +48,15 @@ class SpeedRow(Row):
     mode: Setting[str]
     batch_size: int
     measured_on: Setting[str]  # the device and the batch size
-    warmup: NotRequired[Identity[int]]  # steps before the timed ones
-    repeats: NotRequired[Identity[int]]
-    seed: NotRequired[Identity[int]]
-    baseline: NotRequired[str | None]  # a name; null in the baseline's own rows
-    baseline_fingerprint: NotRequired[Identity[str | None]]
-    ratio: NotRequired[float | None]  # the value over the baseline's
-    tokens_per_second: NotRequired[float | None]
-    peak_bytes: NotRequired[float | None]
-    memory_kind: NotRequired[str | None]  # device or process
+    warmup: Identity[int | None]  # steps before the timed ones
+    repeats: Identity[int | None]
+    seed: Identity[int | None]
+    baseline: str | None  # a name; null in the baseline's own rows
+    baseline_fingerprint: Identity[str | None]
+    ratio: float | None  # the value over the baseline's
+    tokens_per_second: float | None
+    peak_bytes: float | None
+    memory_kind: str | None  # device or process
 
 
 class Step(NamedTuple):
@@ -322,9 +321,9 @@ def _memory(table: Table) -> Fold:
     lines = []
     for name, rows in table.series.items():
         for row in rows:
-            rate, peak = row.get("tokens_per_second"), row.get("peak_bytes")
+            rate, peak = row["tokens_per_second"], row["peak_bytes"]
             cells = ["" if rate is None else f"{rate:,.0f}", "" if peak is None else _size(peak)]
-            lines.append([name, str(row["length"]), *cells, row.get("memory_kind") or ""])
+            lines.append([name, str(row["length"]), *cells, row["memory_kind"] or ""])
     return Fold("Memory and throughput", [Grid(header, lines, numbers_from=1)])
 
 

@@ -254,8 +254,8 @@ def text_settings(row: dict) -> str:
 
 def data_of(row: dict) -> str:
     """The source of documents, with its options that are not the defaults."""
-    asked = {"subset": row.get("subset"), "revision": row.get("data_revision")}
-    asked |= {name: row.get(name) for name in ("split", "column")}
+    asked = {"subset": row["subset"], "revision": row["data_revision"]}
+    asked |= {name: row[name] for name in ("split", "column")}
     usual = {"split": "test", "column": "text"}
     given = [f"{key} {value}" for key, value in asked.items() if value and value != usual.get(key)]
     return ", ".join([row["data"], *given])

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError, library_errors, nearest, one_line
 from coca_hf.evaluate.batches import Batches, NoValue
@@ -74,12 +73,12 @@ class TasksRow(Row):
     filter: Setting[str | None]
     shots: Setting[int | None]  # null: the task's own
     limit: Setting[int | None]
-    data_hash: NotRequired[Identity[str | None]]  # of the files of your own tasks and their data
-    seed: NotRequired[Identity[int]]
-    stderr: NotRequired[float | None]  # null if the metric is not a mean over cases
-    scored: NotRequired[int]  # cases
+    data_hash: Identity[str | None]  # of the files of your own tasks and their data
+    seed: Identity[int | None]
+    stderr: float | None  # null if the metric is not a mean over cases
+    scored: int | None  # cases
     dimension: str | None  # a key of `DIMENSIONS`, "ruler" or null
-    metrics: NotRequired[int]  # rows of the benchmark
+    metrics: int | None  # rows of the benchmark
 
 
 def parse_tasks(text: str, include_path: str | None = None) -> list[str]:

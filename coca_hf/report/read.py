@@ -55,7 +55,7 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
         model = row["model"], row["model_path"]
         row["model_states"] = models.setdefault(model, set())
         row["text_states"] = texts.setdefault((model, _table_of(row)), set())
-        row["model_states"].add(row.get("fingerprint"))
+        row["model_states"].add(row["fingerprint"])
         row["text_states"].add(row.get("data_hash"))
     model_paths = {(row["model"], row["model_path"]) for row in found.values()}
     count = Counter(model for model, _ in model_paths)
@@ -77,7 +77,7 @@ def _tell_apart(of_runs: dict[Path, list[dict]]) -> None:
     for run, rows in of_runs.items():
         for row in rows:
             of_model = states.setdefault((row["model"], row["model_path"]), {})
-            of_model.setdefault(run, set()).add(row.get("fingerprint"))
+            of_model.setdefault(run, set()).add(row["fingerprint"])
     for run, rows in of_runs.items():
         for row in rows:
             found = states[row["model"], row["model_path"]].values()
@@ -106,7 +106,9 @@ def _read(run: Path) -> list[dict]:
         where = f"{path}, line {line_number}"
         if str(row["task"]) not in MEASUREMENTS:
             raise CocaError(f"{where}: got no row of coca-eval; delete the line")
-        _check_row(row, MEASUREMENTS[row["task"]].row, where)
+        row_type = MEASUREMENTS[row["task"]].row
+        row |= {name: None for name in row_type.__annotations__ if name not in row}
+        _check_row(row, row_type, where)
         row["raw"] = {name: run / file for name, file in row["raw"].items()}
     return rows
 
@@ -115,13 +117,13 @@ _checker = cache(TypeAdapter)
 
 
 def _check_row(row: dict, row_type: Any, where: str) -> None:
-    """Raise CocaError if a field of `row_type` is missing or its value has another type."""
+    """Raise CocaError if the value of a field of `row_type` has another type."""
     beside = fields(row_type, BESIDE) if row["value"] is not None else []
-    wrong = [name for name in beside if row.get(name) is None]
+    wrong = [name for name in beside if row[name] is None]
     try:
         _checker(row_type).validate_python(row, strict=True)
     except ValidationError as error:
         wrong = [str(error.errors()[0]["loc"][0])]
     if wrong:
-        found = f"got a row with {wrong[0]} {row.get(wrong[0])!r}"
+        found = f"got a row with {wrong[0]} {row[wrong[0]]!r}"
         raise CocaError(f"{where}: {found}, no value of coca-eval's; delete it")

@@ -137,14 +137,14 @@ def _models(tables: Sequence[Table]) -> Section:
     found = latest(rows, itemgetter("model", "model_path", "dtype"))
     lines = []
     for (_, _, dtype), row in found.items():
-        constraint, kept = row["coca_constraint"], row.get("coca_kept_layers")
-        attention = f"CoCA, {constraint}" if constraint else row.get("model_type") or ""
+        constraint, kept = row["coca_constraint"], row["coca_kept_layers"]
+        attention = f"CoCA, {constraint}" if constraint else row["model_type"] or ""
         attention += f", layers kept: {len(kept)}" if kept else ""
-        window = row.get("coca_kept_window")
+        window = row["coca_kept_window"]
         attention += f" with a window of {window:,} tokens" if window else ""
-        content = row.get("coca_content_pairs")
+        content = row["coca_content_pairs"]
         attention += f", {content} content pairs" if content else ""
-        more = row.get("coca_content_layers")
+        more = row["coca_content_layers"]
         attention += f", layers with more content pairs: {len(more)}" if more else ""
         seen = f"{row['tokens_seen']:,}" if row["tokens_seen"] is not None else ""
         length = last_trained_length(row)
@@ -245,7 +245,7 @@ def _how_made(tables: Sequence[Table]) -> Section:
 
 def _surroundings(row: dict) -> str:
     """The machine and the versions of a row."""
-    versions = row["versions"] | ({"commit": row["commit"]} if row.get("commit") else {})
+    versions = row["versions"] | ({"commit": row["commit"]} if row["commit"] else {})
     said = ", ".join(f"{package} {number}" for package, number in versions.items())
     return f"{row['device']}; {said}"
 
@@ -269,8 +269,8 @@ def _row_by_row(table: Table) -> list[Part]:
 
 
 def _documents(row: dict) -> list[Part]:
-    if "document_names" not in row:
+    if not row.get("document_names"):
         return []
-    skipped = row.get("skipped_documents", [])
+    skipped = row.get("skipped_documents") or []
     names = [*row["document_names"], *(f"{n} (empty or too short, left out)" for n in skipped)]
     return [Fold(f"Documents of {data_of(row)}", [Bullets(names)])]
