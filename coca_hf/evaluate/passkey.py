@@ -46,6 +46,7 @@ from coca_hf.evaluate.answers import (
 )
 from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.loaded_model import LoadedModel, Rope, use_rope_
+from coca_hf.evaluate.perplexity import check_loss
 from coca_hf.evaluate.rows import (
     Count,
     Identity,
@@ -63,7 +64,6 @@ INSTRUCTION = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
     "I will quiz you about the important information there."
 )
-NAN = "the model's logits are NaN"
 
 
 class PasskeyRow(Row):
@@ -169,8 +169,7 @@ def passkey_rows(
         else:
             scores = score_answers(loaded.model, cases, batches)
             outputs, nlls = [score.likeliest for score in scores], [score.nll for score in scores]
-            if not all(map(math.isfinite, nlls)):
-                raise NoValue(NAN)
+            check_loss(math.fsum(nlls))
         texts = loaded.tokenizer.batch_decode(outputs, skip_special_tokens=True)
         answered = zip(cases, texts, outputs, strict=True)
         lines = case_lines(cases, texts, [kind.found(*one) for one in answered], nlls)
@@ -241,7 +240,7 @@ def answers(
 class _NoNan(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if scores.isnan().any():
-            raise NoValue(NAN)
+            raise NoValue("the model's logits are NaN")
         return scores
 
 

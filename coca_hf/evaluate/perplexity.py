@@ -187,11 +187,10 @@ def perplexity_cell(row: dict) -> str:
 
 def _spread(table: Table, row: dict) -> tuple[float, float] | None:
     """The 10th and 90th percentile of the documents' perplexities; None for fewer than two."""
-    sums: dict[int, list[float]] = {}
+    documents: dict[int, list[dict]] = {}
     for window in table.read_raw(row, "windows") or []:
-        nll, tokens = sums.setdefault(window["document"], [0.0, 0])
-        sums[window["document"]] = [nll + window["nll"], tokens + window["tokens"]]
-    means = [nll / tokens for nll, tokens in sums.values()]
+        documents.setdefault(window["document"], []).append(window)
+    means = [nats_per_token(windows) for windows in documents.values()]
     if len(means) < 2 or row["value"] is None or max(means) > math.log(FAR):
         return None
     low, high = (math.exp(mean) for mean in np.quantile(means, [0.1, 0.9]))

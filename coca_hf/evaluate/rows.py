@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_origin
+from typing import Annotated, Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -109,11 +109,8 @@ class TextRow(Row):
 @cache
 def fields(row_type: Any, mark: str) -> list[str]:
     """The names of the fields of `row_type` that have a mark: IDENTITY, SHARED or BESIDE."""
-    found = []
-    for name, hint in get_type_hints(row_type, include_extras=True).items():
-        if get_origin(hint) is Annotated and mark in hint.__metadata__:
-            found.append(name)
-    return found
+    hints = get_type_hints(row_type, include_extras=True)
+    return [name for name, hint in hints.items() if mark in getattr(hint, "__metadata__", ())]
 
 
 def marked(row_type: Any, mark: str, row: dict) -> str:

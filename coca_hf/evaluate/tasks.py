@@ -178,7 +178,7 @@ def task_rows(
 
     def settings_of(rope: Rope, name: str, length: int | None) -> dict:
         dimensions = (key for key, names in DIMENSIONS.items() if name in names)
-        settings = {
+        return {
             "task": "tasks",
             "rope": str(rope),
             "length": length,
@@ -189,10 +189,9 @@ def task_rows(
             "shots": shots,
             "limit": limit,
             **run.about,
+            "versions": run.about["versions"] | {"lm-eval": versions("lm-eval").get("lm-eval")},
             "batch_size": run.batch_size,
         }
-        with_lm_eval = settings["versions"] | {"lm-eval": versions("lm-eval").get("lm-eval")}
-        return settings | {"versions": with_lm_eval}
 
     def complete(settings: dict) -> list[dict]:
         """The rows of every metric and filter, which are known once a benchmark has run."""
@@ -241,7 +240,6 @@ def _measure(
         raise CocaError(f"--tasks {name}: got no number from lm-eval, expected at least one metric")
     shared = {
         "metrics": len(found),
-        "tokens": None,
         "batch_size": batches.used or settings["batch_size"],
         "seconds": round(time.perf_counter() - began, 3),
         "date": now(),

@@ -132,7 +132,7 @@ def test_a_length_too_short_for_the_prompt_is_refused_with_the_shortest_that_doe
 def test_scored_keys_that_are_no_numbers_are_an_error_of_the_row(llama, tmp_path, number):
     nn.init.constant_(llama.model.lm_head.weight, number)
     row = measure(llama, tmp_path, num_cases=2, variant="landmark")
-    assert (row["value"], row["error"]) == (None, "the model's logits are NaN")
+    assert (row["value"], row["error"]) == (None, "the model's loss is nan")
 
 
 @pytest.fixture(scope="module")
