@@ -38,10 +38,6 @@ STRIDE = (
 )
 BUCKET = "Number of consecutive token indices whose losses are summed."
 DEPTHS = "Number of depths on an even grid; by default depths are drawn uniformly."
-PROMPTS = (
-    "Prompt and scoring: paper, yarn and longlora follow the paper and the scripts; landmark is a "
-    "prompt that base models answer, scored without generating text."
-)
 NEW_TOKENS = "Most tokens of an answer; by default 64 for paper, 10 for yarn and longlora."
 TASKS = "lm-eval tasks, separated by commas; opencompass stands for those nearest to the paper's."
 RULER = "Lengths in tokens, separated by commas, at which to run RULER or its tasks in --tasks."
@@ -307,7 +303,11 @@ def passkey_command(
     cases: Annotated[int, typer.Option(min=1, help="Number of prompts per length.")] = 100,
     depths: Annotated[int | None, typer.Option(min=1, max=1000, help=DEPTHS)] = None,
     variant: Annotated[
-        Literal["paper", "yarn", "longlora", "landmark"], typer.Option(help=PROMPTS)
+        Literal["paper", "yarn", "longlora", "landmark"],
+        typer.Option(
+            help="Prompt and scoring: paper, yarn and longlora follow the paper and the scripts; "
+            "landmark is a prompt that base models answer, scored without generating text."
+        ),
     ] = "paper",
     new_tokens: Annotated[int | None, typer.Option(min=1, max=10**6, help=NEW_TOKENS)] = None,
     seed: Seed = 0,

@@ -123,7 +123,7 @@ def _of_document(
     with visiting_products(model, theta, visit), torch.inference_mode():
         model.base_model(input_ids=token_ids[None].to(model.device), use_cache=False)
     expected = model.config.get_text_config(decoder=True).num_hidden_layers
-    if not layers or len(layers) != expected:
+    if len(layers) != expected:
         raise CocaError(
             f"{type(model).__name__}: got rotated queries and keys of {len(layers)} layers, "
             f"expected {expected}; coca-eval boundary does not understand its attention"

@@ -405,8 +405,6 @@ def _ruler_mean(output: dict[str, Any], length: str) -> list[tuple[dict, list[di
     samples = [
         _line(task, sample, length) for task, some in output["samples"].items() for sample in some
     ]
-    if not samples:
-        return []
     by_task = itertools.groupby(samples, key=lambda sample: sample["benchmark"])
     value = statistics.fmean(
         statistics.fmean(sample["score"] for sample in some) for _, some in by_task

@@ -22,10 +22,7 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
     The latest row of a measurement counts. Models of one name and path whose files differ from one
     directory to the other are different models: the directory becomes part of their path. A model
     or a text of several paths, the same file or the same documents, has the first of them, and its
-    documents their names there. Rows get `model_states` and `text_states`, which have several
-    elements if files have changed: the fingerprints, in the rows that count, of the model of this
-    name and path, and the hashes of the documents of this table. A row's `raw` becomes paths, whose
-    files may be absent.
+    documents their names there. A row's `raw` becomes paths, whose files may be absent.
 
     Raises CocaError if a directory has no rows, or a line is not a row.
     """
@@ -45,18 +42,11 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
         for row in found.values()
         if row.get("metric")
     }
-    models: dict[tuple, set] = {}
-    texts: dict[tuple, set] = {}
     tables: dict[tuple, list[dict]] = {}
     for measured, row in found.items():
         if measured in answered and row["date"] <= answered[measured]:
             continue
         tables.setdefault(_table_of(row), []).append(row)
-        model = row["model"], row["model_path"]
-        row["model_states"] = models.setdefault(model, set())
-        row["text_states"] = texts.setdefault((model, _table_of(row)), set())
-        row["model_states"].add(row["fingerprint"])
-        row["text_states"].add(row.get("data_hash"))
     model_paths = {(row["model"], row["model_path"]) for row in found.values()}
     count = Counter(model for model, _ in model_paths)
     ambiguous = frozenset(model for model in count if count[model] > 1)

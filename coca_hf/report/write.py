@@ -4,6 +4,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 
@@ -179,17 +180,23 @@ def not_together(tables: Sequence[Table]) -> list[str]:
 
 def _changed(tables: Sequence[Table]) -> list[str]:
     """Notices about models whose numbers were measured on several states of files or documents."""
+    files = _states(tables, "fingerprint")
+    documents = dict(chain(*(_states([table], "data_hash").items() for table in tables)))
     return [
         f"{model}: its rows are of {count} states of {what}; of each measurement the latest row is "
         f"shown, so numbers of one line may not belong together."
-        for what, states in (("its files", "model_states"), ("its documents", "text_states"))
-        for model, count in {
-            table.model_of(row): len(row[states])
-            for table in tables
-            for row in table.rows
-            if len(row[states]) > 1
-        }.items()
+        for what, counts in (("its files", files), ("its documents", documents))
+        for model, count in counts.items()
     ]
+
+
+def _states(tables: Sequence[Table], key: str) -> dict[str, int]:
+    """How many values of `key` the rows of a model have, if several."""
+    found: dict[str, set] = {}
+    for table in tables:
+        for row in table.rows:
+            found.setdefault(table.model_of(row), set()).add(row.get(key))
+    return {model: len(values) for model, values in found.items() if len(values) > 1}
 
 
 def _of_other_texts(tables: Sequence[Table]) -> list[str]:
