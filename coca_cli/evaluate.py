@@ -409,9 +409,8 @@ def layers_command(
     rows = layer_rows(run, other, sample, cases)
     for row in options.measure_and_print(run, MEASUREMENT, rows):
         if "order" in row:
-            say(
-                f"keep first, measured at {row['length']} tokens: {','.join(map(str, row['order']))}"
-            )
+            order = ",".join(map(str, row["order"]))
+            say(f"keep first, measured at {row['length']} tokens: {order}")
 
 
 @app.command("tasks")

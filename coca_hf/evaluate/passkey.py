@@ -363,10 +363,7 @@ def _by_distance(table: Table, cases: list[dict]) -> list[Part]:
     """Share found by the octave of the distance from the end of the prompt (figure 5), over the
     lengths that all lines have.
     """
-    lengths_of: dict[str, set[int]] = {}
-    for case in cases:
-        lengths_of.setdefault(case["line"], set()).add(case["length"])
-    lengths = set.intersection(*lengths_of.values())
+    lengths = set.intersection(*map(set, _by_column(cases, itemgetter("length")).values()))
     if not lengths:
         return [Text("No length is common to all lines, so no share against the distance.")]
     cases = [case for case in cases if case["length"] in lengths]

@@ -105,8 +105,8 @@ def speed_rows(
     loaded_models = ([baseline] if baseline else []) + [loaded]
 
     def settings_of(each: LoadedModel, mode: str, rope: Rope, length: int) -> dict:
-        other = baseline if each is loaded else None
-        settings = {
+        other, about = baseline if each is loaded else None, about_model(each)
+        return {
             "task": "speed",
             "mode": mode,
             "rope": str(rope),
@@ -118,9 +118,9 @@ def speed_rows(
             "baseline": other.name if other else None,
             "baseline_fingerprint": other.fingerprint if other else None,
             "tokens": batch_size * (1 if mode == "decode" else length),
-            **about_model(each),
+            "measured_on": f"{about['device']}, batch {batch_size}",
+            **about,
         }
-        return settings | {"measured_on": f"{settings['device']}, batch {batch_size}"}
 
     def make(rope: Rope, pair: list[dict]) -> list[dict]:
         rows: list[dict] = []
