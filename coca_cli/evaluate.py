@@ -19,7 +19,6 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_
 LENGTHS = "Context lengths in tokens, separated by commas."
 BATCH = "Sequences per batch, or auto: as many as fit. Results do not depend on it."
 SEED = "Seed of the documents or cases that are drawn."
-MODEL = "A model directory, or a hub id as owner/name."
 OUT = "Directory for rows.jsonl; existing rows are kept, except those that ran out of memory."
 ROPE = "RoPE, several by commas: default, linear:FACTOR, dynamic:FACTOR, yarn:FACTOR."
 NAME = "Name of the model in the rows; by default its directory's."
@@ -48,10 +47,7 @@ MODES = "What to measure: prefill, decode, train, separated by commas."
 REPEATS = "Number of timed steps; the row has their median."
 RUNS = "Directories with a rows.jsonl, or of coca-train."
 INCLUDE = "Directory with your own lm-eval tasks."
-WARMUP = "Number of steps before the timed ones."
-CHECKPOINT = "A checkpoint directory, CoCA or not."
 PAGE = "Directory for report.html, report.md and a PNG for each figure."
-MADE = "A directory that coca-convert or coca-train made."
 SHOTS = "Number of examples before a question; by default the task's own."
 BASELINE = "Another model, such as the original, timed in turns with MODEL."
 BASELINE_NAME = "Name of the baseline in the rows; by default that of its directory."
@@ -114,7 +110,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 class ModelOptions:
     """A model under RoPE settings, and where its rows go."""
 
-    model: Annotated[str, typer.Argument(help=MODEL, show_default=False)]
+    model: Annotated[str, typer.Argument(help="A model directory, or a hub id as owner/name.")]
     out: Annotated[Path, typer.Option(help=OUT)]
     rope: Annotated[str, typer.Option(help=ROPE)] = "default"
     dtype: Annotated[
@@ -380,7 +376,7 @@ def attention_maps_command(
     options: ModelOptions,
     lengths: Lengths,
     texts: TextOptions,
-    baseline: Annotated[str, typer.Option(help=ORIGINAL, show_default=False)],
+    baseline: Annotated[str, typer.Option(help=ORIGINAL)],
 ) -> None:
     """Divergence of every head's attention from that of the original model."""
     from coca_hf.evaluate.attention_maps import MEASUREMENT, attention_map_rows
@@ -393,7 +389,7 @@ def attention_maps_command(
 @app.command("layers")
 @grouped
 def layers_command(
-    original: Annotated[str, typer.Argument(help=ORIGINAL, show_default=False)],
+    original: Annotated[str, typer.Argument(help=ORIGINAL)],
     options: ModelOptions,
     lengths: Lengths,
     texts: TextOptions,
@@ -445,7 +441,7 @@ def speed_command(
     baseline_name: Annotated[str | None, typer.Option(help=BASELINE_NAME)] = None,
     modes: Annotated[str, typer.Option(help=MODES)] = "prefill,decode,train",
     repeats: Annotated[int, typer.Option(min=1, max=10**6, help=REPEATS)] = 10,
-    warmup: Annotated[int, typer.Option(min=0, max=10**6, help=WARMUP)] = 3,
+    warmup: Annotated[int, typer.Option(min=0, max=10**6, help="Steps before the timed ones.")] = 3,
     batch_size: Annotated[int, typer.Option(min=1, max=10**9, help="Sequences per batch.")] = 1,
 ) -> None:
     """Time and memory of prefill, decoding and a training step at each length."""
@@ -462,8 +458,8 @@ def speed_command(
 
 @app.command("inspect")
 def inspect_command(
-    model: Annotated[Path, typer.Argument(help=CHECKPOINT, show_default=False)],
-    memory: Annotated[str | None, typer.Option(help=MEMORY, show_default=False)] = None,
+    model: Annotated[Path, typer.Argument(help="A checkpoint directory, CoCA or not.")],
+    memory: Annotated[str | None, typer.Option(help=MEMORY)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Describe a checkpoint and the memory of its key/value cache, without loading weights."""
@@ -477,7 +473,7 @@ def inspect_command(
 
 @app.command("report")
 def report_command(
-    runs: Annotated[list[Path], typer.Argument(help=RUNS, show_default=False)],
+    runs: Annotated[list[Path], typer.Argument(help=RUNS)],
     out: Annotated[Path, typer.Option(help=PAGE)],
     paper: Annotated[str, typer.Option(help=PAPER)] = "",
     title: Annotated[str, typer.Option(help="Title of the page.")] = "Evaluation",
@@ -492,7 +488,7 @@ def report_command(
 
 @app.command("card")
 def card_command(
-    model: Annotated[Path, typer.Argument(help=MADE, show_default=False)],
+    model: Annotated[Path, typer.Argument(help="A directory of coca-convert or coca-train.")],
     rows: Annotated[list[Path] | None, typer.Option(help=ROWS)] = None,
     base_model: Annotated[str | None, typer.Option(help=BASE_MODEL)] = None,
 ) -> None:
