@@ -496,13 +496,12 @@ def card_command(
     or a base model, it keeps those that the command wrote before.
     """
     refuse_other_encodings()
-    from coca_hf.card import check_unedited, measured_before, write_card
+    from coca_hf.card import measured_before, write_card
     from coca_hf.evaluate.loaded_model import fingerprint
     from coca_hf.report import not_together, read_tables, tables_markdown
 
-    check_unedited(model)
-    tables = read_tables(rows) if rows else []
     measured, base = measured_before(model)
+    tables = read_tables(rows) if rows else []
     measured = tables_markdown(tables) if tables else measured
     path = write_card(model, measured=measured, base_model=base_model or base)
     for notice in not_together(tables):

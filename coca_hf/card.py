@@ -115,22 +115,19 @@ def write_card(
     return path
 
 
-def check_unedited(directory: Path) -> None:
-    """Raises CocaError if README.md was changed since coca_hf wrote it: what was added would be lost."""
+def measured_before(directory: Path) -> tuple[str | None, str | None]:
+    """What an earlier `coca-eval card` wrote into README.md: the measured tables, and the base.
+
+    Raises CocaError if it was changed since coca_hf wrote it: what was added would be lost.
+    """
     path = directory / CARD
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    found = re.search(re.escape(MARK[:-4]) + "; xxh3_64 [0-9a-f]{16} -->", text)
-    if found and found[0] != _mark(text.replace(found[0], MARK)):
+    mark = re.search(re.escape(MARK[:-4]) + "; xxh3_64 [0-9a-f]{16} -->", text)
+    if mark and mark[0] != _mark(text.replace(mark[0], MARK)):
         raise CocaError(
             f"{path}: was edited since coca_hf wrote it, and is left as it is; move it to have a new "
             "card made, and add your text to that"
         )
-
-
-def measured_before(directory: Path) -> tuple[str | None, str | None]:
-    """What an earlier `coca-eval card` wrote into README.md: the measured tables, and the base."""
-    path = directory / CARD
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     found = re.search(r"\n## Measured\n\n(.*)\n\n## Versions\n", text, re.DOTALL)
     measured = found[1] if found and found[1] != NOT_MEASURED else None
     base = _front_matter(directory).get("base_model")
