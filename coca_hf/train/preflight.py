@@ -161,7 +161,8 @@ def _check_and_begin(
     check_overrides(recipe)
     check_kernels(recipe)
     config = models.start_config(recipe)
-    check_plain(recipe.start, config)
+    check_head(recipe.start, config)
+    check_not_quantized(recipe.start, config)
     if recipe.teacher:
         check_teacher(recipe, config)
     # The tokenizer, and a block of every source
@@ -422,12 +423,6 @@ def check_whole(name: str, directory: Path) -> None:
             "save the adapter alone, expected a whole model; merge the adapter (merge_and_unload), "
             f"or remove {ADAPTER_CONFIG_NAME} if it is merged"
         )
-
-
-def check_plain(name: str, config: PreTrainedConfig) -> None:
-    """Raises CocaError for a classifier, and for quantized weights, which have no gradients."""
-    check_head(name, config)
-    check_not_quantized(name, config)
 
 
 def check_head(name: str, config: PreTrainedConfig) -> None:

@@ -324,10 +324,8 @@ def _load(
     start = recipe
     if stage.before:  # which has saved a tokenizer, and a config with the recipe's fields
         start = recipe.model_copy(update={"model": stage.base, "tokenizer": None, "config": {}})
-    if models.weights_are_sent_here():
-        base = models.unfilled_model(models.start_config(start), attention)
-    else:
-        base = models.start_model(start, attention)
+    make = models.unfilled_model if models.weights_are_sent_here() else models.start_model
+    base = make(start, attention)
     tokenizer = models.start_tokenizer(start)
     if own.objective == {"lm": 1.0} and not own.answer_weight:
         return base, tokenizer, None
