@@ -302,7 +302,8 @@ def context_parallel(arguments: TrainingArguments, size: int, where: str) -> Par
             f"{given} without FSDP2, expected it; start with `accelerate launch --config_file "
             f"recipes/accelerate/8gpu.yaml`"
         )
-    return ParallelismConfig(cp_size=size, dp_shard_size=arguments.world_size // size)
+    # At least 1, as it demands: fewer processes than `size` are refused by `Recipe.accumulation`
+    return ParallelismConfig(cp_size=size, dp_shard_size=max(arguments.world_size // size, 1))
 
 
 def lock(out_dir: Path, until_the_end: ExitStack) -> None:
