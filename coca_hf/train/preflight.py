@@ -34,7 +34,7 @@ from coca_hf.convert.config import check_generation_config, check_not_quantized,
 from coca_hf.errors import CocaError, library_errors, nearest, one_line, short
 from coca_hf.files import locked
 from coca_hf.models.attention import layer_types
-from coca_hf.models.hub import without_paths
+from coca_hf.models.hub import TRAINING, without_paths
 from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES
 from coca_hf.precision import matrix_dtype
 from coca_hf.train import model as models
@@ -54,8 +54,8 @@ from coca_hf.train.run_directory import (
     check_out,
     model_hashes,
     noted_inputs,
-    read_record,
 )
+from coca_hf.weights import read_record
 
 MODELS = ("model", "teacher", "tokenizer")  # keys of a recipe whose values may be on the hub
 CONSTANT = ("constant", "constant_with_warmup")  # schedules
@@ -571,7 +571,7 @@ def check_positions(recipe: Recipe, config: PreTrainedConfig) -> str | None:
 
 def seen_before(recipe: Recipe, start: Path) -> str | None:
     """A notice if the model in `start` was trained on the blocks that the first stage begins with."""
-    record, now = read_record(start), without_paths(recipe.data.model_dump())
+    record, now = read_record(start / TRAINING), without_paths(recipe.data.model_dump())
     end, before = record.get("end_block"), record.get("recipe", {}).get("data", {})
     if not end or any(before.get(key) != now[key] for key in ("sources", "seed", "seq_len")):
         return None

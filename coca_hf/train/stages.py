@@ -62,13 +62,13 @@ from coca_hf.train.run_directory import (
     check_same,
     last_checkpoint,
     model_hashes,
-    read_record,
     reading,
     saved_checkpoints,
     saving_to,
     weights_hashes,
 )
 from coca_hf.train.trainer import StageTrainer
+from coca_hf.weights import read_record
 
 PACKAGES = ("coca-hf", "torch", "transformers", "accelerate", "datasets")
 # The fields of a stage's record that the records of later stages repeat
@@ -420,7 +420,7 @@ def _make_record(
         "sources": sources,
         **{key: record[key] for key in CARRIED_ON},
     }
-    before = read_record(stage.base_directory) if stage.base_directory else {}
+    before = read_record(stage.base_directory / TRAINING) if stage.base_directory else {}
     return without_paths({**record, "stages": [*before.get("stages", []), summary]})
 
 
