@@ -116,10 +116,8 @@ class CocaConfig(PreTrainedConfig):
                 )
             self.sliding_window, self.layer_types = self.coca_kept_window, types
         self._made_for_window = self.coca_kept_window
-        file, family = (
-            self.model_type.removeprefix("coca_"),
-            type(self).__name__.removesuffix("Config"),
-        )
+        file = self.model_type.removeprefix("coca_")
+        family = type(self).__name__.removesuffix("Config")
         self.auto_map = {
             "AutoConfig": f"{file}.{family}Config",
             "AutoModel": f"{file}.{family}Model",  # vLLM's Transformers backend asks for this one

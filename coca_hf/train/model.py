@@ -248,13 +248,12 @@ def start_model(recipe: Recipe, attn_implementation: str | None = None) -> PreTr
     if recipe.model is not None:
         return load_model(recipe.model, start_config(recipe), attn_implementation)
     model = model_from_config(recipe, attn_implementation)
-    state = torch.get_rng_state()
-    for name, module in model.named_modules():
-        torch.manual_seed(zlib.crc32(f"{recipe.data.seed} {name}".encode()))
-        for parameter in module.parameters(recurse=False):
-            parameter._is_hf_initialized = False
-        model._init_weights(module)
-    torch.set_rng_state(state)
+    with torch.random.fork_rng(devices=[]):
+        for name, module in model.named_modules():
+            torch.manual_seed(zlib.crc32(f"{recipe.data.seed} {name}".encode()))
+            for parameter in module.parameters(recurse=False):
+                parameter._is_hf_initialized = False
+            model._init_weights(module)
     model.tie_weights()
     return model
 

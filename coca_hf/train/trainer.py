@@ -121,9 +121,7 @@ class StageTrainer(Trainer):
             loss, outputs = super().compute_loss(model, of_model, True, num_items_in_batch)
             return self.objective(loss, outputs["logits"], inputs, accumulated)
 
-    def create_scheduler(
-        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
-    ):
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None):
         """`linear_rate` with `start_lr` or `end_lr`, otherwise Hugging Face's schedule."""
         if not has_bounds(self.args):
             return super().create_scheduler(num_training_steps, optimizer)
