@@ -12,7 +12,7 @@ from coca_hf.errors import CocaError, library_errors
 from coca_hf.files import replace_text
 from coca_hf.models.hub import CARD, CONVERSION, TRAINING
 from coca_hf.page import Bullets, Grid, escape, markdown
-from coca_hf.weights import checkpoint_file, open_regular, read_json
+from coca_hf.weights import checkpoint_file, open_regular, read_json, read_record
 
 # fields from the card of the base model
 CARRIED_OVER = ("license", "license_name", "license_link", "language")
@@ -103,8 +103,7 @@ def write_card(
         )
     conversion = read_json(directory / CONVERSION)
     if training is None:
-        file = directory / TRAINING
-        training = read_json(file) if file.exists() else {}
+        training = read_record(directory / TRAINING)
     with library_errors(f"{directory}: its records are not what coca-convert and coca-train write"):
         card = make_card(conversion, training, measured, base_model)
     text = str(card)

@@ -34,6 +34,9 @@ TYPES = {**FLOATS, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I8": torc
 STORED_AS = {dtype: name for name, dtype in TYPES.items()}
 UNITS = {"": 1} | {f"{letter}b": 1000**power for power, letter in enumerate(["", *"kmgt"])}
 UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}
+# Fields of conversion.json and training.json that are read again, and their types
+RECORDED: dict[str, type] = {"base": dict, "stages": list, "recipe": dict, "end_block": int}
+RECORDED |= {"weights_xxh3_128": dict, "config_xxh3_128": str}
 
 
 class StoredTensor(NamedTuple):
@@ -282,6 +285,21 @@ def read_json(file: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CocaError(f"{file}: got a {type(content).__name__}, expected a JSON object")
     return content
+
+
+def read_record(file: Path) -> dict[str, Any]:
+    """A checkpoint's conversion.json or training.json; {} if it has none.
+
+    Raises CocaError for a file that coca_hf cannot have written.
+    """
+    record = read_json(file) if os.path.lexists(file) else {}
+    for field, kind in RECORDED.items():
+        if not isinstance(record.get(field, kind()), kind):
+            raise CocaError(
+                f"{file}: got {field} {short(record[field])}, expected {kind.__name__}; restore the "
+                "file, or make the checkpoint again"
+            )
+    return record
 
 
 def parse_json(text: bytes) -> Any:

@@ -25,7 +25,7 @@ from coca_hf.convert.config import FAMILIES, check_generation_config, is_coca
 from coca_hf.convert.initialise import Shape
 from coca_hf.convert.quantized import FOUR_BITS, quantized_weights
 from coca_hf.errors import CocaError, library_errors
-from coca_hf.models.hub import CARD, CONVERSION, LICENCE_FILES, RECORDS, TRAINING
+from coca_hf.models.hub import CARD, CONVERSION, LICENCE_FILES, RECORDS
 from coca_hf.tokens import FOREIGN_TOKENIZERS, around_text
 from coca_hf.weights import (
     FLOATS,
@@ -41,6 +41,7 @@ from coca_hf.weights import (
     open_weights,
     read_index,
     read_json,
+    read_record,
 )
 
 TOKENIZER = "tokenizer_config.json"
@@ -57,8 +58,6 @@ TOKENIZER_FILES = [
 # the hub would also match in other directories.
 COMPANIONS = [*TOKENIZER_FILES, "generation_config.json", *LICENCE_FILES]
 MAX_TOKEN_ID = 1 << 24
-# the field of each record of a CoCA checkpoint that its card is made from, and the field's type
-FACTS = {CONVERSION: ("base", dict), TRAINING: ("stages", list)}
 # files to download from the hub before the names of the files of weights are known
 OTHER_FILES = ["config.json", INDEX, ADAPTER_CONFIG_NAME, CARD, *RECORDS, *COMPANIONS]
 # What a directory without readable weights is, by its files, and the remedy; the first match counts.
@@ -179,16 +178,8 @@ class Source:
 
         Raises CocaError for a file that coca_hf cannot have written.
         """
-        found = {}
-        for name, (field, kind) in FACTS.items():
-            if os.path.lexists(self.directory / name):
-                found[name] = record = read_json(checkpoint_file(self.directory, name))
-                if not isinstance(record.get(field, kind()), kind):
-                    raise CocaError(
-                        f"{self.directory / name}: got {field} {record[field]!r:.60}, expected a "
-                        f"{kind.__name__}; restore the file"
-                    )
-        return found
+        names = [name for name in RECORDS if os.path.lexists(self.directory / name)]
+        return {name: read_record(checkpoint_file(self.directory, name)) for name in names}
 
     def save_companions(self, directory: Path, ntk_length: int | None) -> None:
         """Copy the tokenizer, chat templates, generation config and licence to `directory`.

@@ -237,11 +237,8 @@ class CocaAttention(nn.Module):
             config.sliding_window if layer_types(config)[layer_idx] == "sliding_attention" else None
         )
 
-        hidden, heads, kv_heads = (
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-        )
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        kv_heads = config.num_key_value_heads
         self.q_proj = nn.Linear(hidden, heads * self.head_dim, bias=config.attention_bias)
         self.t_proj = nn.Linear(hidden, kv_heads * self.head_dim // 2, bias=config.attention_bias)
         self.v_proj = nn.Linear(hidden, kv_heads * self.head_dim, bias=config.attention_bias)

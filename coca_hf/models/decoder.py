@@ -116,10 +116,8 @@ class CocaConfig(PreTrainedConfig):
                 )
             self.sliding_window, self.layer_types = self.coca_kept_window, types
         self._made_for_window = self.coca_kept_window
-        file, family = (
-            self.model_type.removeprefix("coca_"),
-            type(self).__name__.removesuffix("Config"),
-        )
+        file = self.model_type.removeprefix("coca_")
+        family = type(self).__name__.removesuffix("Config")
         self.auto_map = {
             "AutoConfig": f"{file}.{family}Config",
             "AutoModel": f"{file}.{family}Model",  # vLLM's Transformers backend asks for this one
@@ -296,8 +294,13 @@ class CocaDecoderLayer(LlamaDecoderLayer):
             config, layer_idx
         )
         self.mlp = self.mlp_class(config)
-        self.input_layernorm = self.norm_class(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = self.norm_class(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = self.make_norm(config)
+        self.post_attention_layernorm = self.make_norm(config)
+
+    @classmethod
+    def make_norm(cls, config: Any) -> nn.Module:
+        """A norm of a layer; the one after the last layer is of the same kind."""
+        return cls.norm_class(config.hidden_size, eps=config.rms_norm_eps)
 
 
 class CocaPreTrainedModel(PushesItsCard, LlamaPreTrainedModel):
@@ -324,7 +327,7 @@ class CocaPreTrainedModel(PushesItsCard, LlamaPreTrainedModel):
 class CocaModel(CocaPreTrainedModel):
     """Embedding, layers of `layer_class`, and a last norm."""
 
-    layer_class: type[GradientCheckpointingLayer]
+    layer_class: type[CocaDecoderLayer]
 
     def __init__(self, config: CocaConfig):
         for validate in (config.validate_layers, config.validate_pairs):
@@ -336,14 +339,10 @@ class CocaModel(CocaPreTrainedModel):
         self.layers = nn.ModuleList(
             [self.layer_class(config, i) for i in range(config.num_hidden_layers)]
         )
-        self.norm = self.last_norm(config)
+        self.norm = self.layer_class.make_norm(config)
         self.rotary_emb = CocaRotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.post_init()
-
-    def last_norm(self, config: CocaConfig) -> nn.Module:
-        """The norm after the last layer, of the same kind as those of the layers."""
-        return self.layer_class.norm_class(config.hidden_size, eps=config.rms_norm_eps)
 
     @merge_with_config_defaults
     @capture_outputs

@@ -19,12 +19,11 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 from transformers import GenerationMixin, GPTNeoXConfig
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP
 
-from .attention import CocaAttention, KeptAttention
 from .decoder import (
     CocaConfig,
+    CocaDecoderLayer,
     CocaForCausalLM,
     CocaModel,
     CocaPreTrainedModel,
@@ -54,20 +53,21 @@ class CocaGPTNeoXConfig(GPTNeoXConfig, CocaConfig):
         return self.num_attention_heads
 
 
-class CocaGPTNeoXDecoderLayer(GradientCheckpointingLayer):
+class CocaGPTNeoXDecoderLayer(CocaDecoderLayer):
     """`GPTNeoXLayer` with CoCA: attention and MLP side by side (`use_parallel_residual`) or one
     after the other.
     """
 
+    mlp_class = GPTNeoXMLP
+
     def __init__(self, config: CocaGPTNeoXConfig, layer_idx: int):
-        super().__init__()
+        super().__init__(config, layer_idx)
         self.use_parallel_residual = config.use_parallel_residual
         self.dropout = config.hidden_dropout
-        is_kept = layer_idx in config.coca_kept_layers
-        self.self_attn = (KeptAttention if is_kept else CocaAttention)(config, layer_idx)
-        self.mlp = GPTNeoXMLP(config)
-        self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    @classmethod
+    def make_norm(cls, config: CocaGPTNeoXConfig) -> nn.Module:
+        return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(self, hidden_states: Tensor, **kwargs) -> Tensor:
         """hidden_states: (b, m, hidden); the rest goes to the attention. Returns (b, m, hidden)."""
@@ -85,9 +85,6 @@ class CocaGPTNeoXPreTrainedModel(CocaPreTrainedModel):
 
 class CocaGPTNeoXModel(CocaGPTNeoXPreTrainedModel, CocaModel):
     layer_class = CocaGPTNeoXDecoderLayer
-
-    def last_norm(self, config: CocaGPTNeoXConfig) -> nn.Module:
-        return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def before_layers(self, inputs_embeds: Tensor) -> Tensor:
         return dropout(inputs_embeds, self.config.hidden_dropout, self.training)

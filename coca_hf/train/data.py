@@ -392,9 +392,7 @@ class Corpus:
 
         Raises CocaError.
         """
-        place = self.directory
-        while not place.exists():
-            place = place.parent
+        place = next(path for path in (self.directory, *self.directory.parents) if path.exists())
         if not (place.is_dir() and os.access(place, os.W_OK)):
             raise CocaError(f"{place}: cannot be written; choose another data.prepared")
         for number, source in self._texts.items():
@@ -468,12 +466,11 @@ class Corpus:
 
     def _is_untouched(self) -> bool:
         """Whether the local files have the sizes and times that they had when they were hashed."""
-        paths = [source.path for source in self._texts.values()]
         try:
             found = {
                 str(file.absolute()): _size_and_times(file.stat())
-                for path in paths
-                for file in local_files(path)
+                for source in self._texts.values()
+                for file in local_files(source.path)
             }
         except (CocaError, OSError):
             return False

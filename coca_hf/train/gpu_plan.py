@@ -106,7 +106,6 @@ class StagePlan:
     seconds: float
     setting: Setting
     memory: Memory
-    fits: bool
     change: str | None
 
 
@@ -197,7 +196,6 @@ def _plan_stage(
     flops = tokens * count_flops(recipe, stage)
     memory = measure(recipe, stage, setting)
     usable = gpu_bytes * (1 - RESERVE)
-    fits = memory.peak <= usable
     return StagePlan(
         stage.name,
         trained,
@@ -207,8 +205,7 @@ def _plan_stage(
         flops / (flops_per_second * world_size),
         setting,
         memory,
-        fits,
-        None if fits else _change(recipe, stage, setting, usable),
+        None if memory.peak <= usable else _change(recipe, stage, setting, usable),
     )
 
 
@@ -304,7 +301,7 @@ def plan_table(plan: Plan) -> Table:
                 "GPU hours": f"{hours * plan.world_size:,.1f}",
                 **{f"GiB of {kind}": f"{at_peak[kind] / GIB:.2f}" for kind in CATEGORIES},
                 "GiB at the peak": f"{stage.memory.peak / GIB:.2f}",
-                "fits": "yes" if stage.fits else "no",
+                "fits": "no" if stage.change else "yes",
             }
         )
     for name in columns[0]:

@@ -110,7 +110,7 @@ class Lookups:
                 del spare[-length:]
             copies = min(room // length, draw.choice((2, 2, 3, 16)))
             room -= copies * length
-            said = MarkedTokens(passage, [False] * length)
+            said = _unmarked(passage)
             again = [MarkedTokens(passage, [False] + [True] * (length - 1))] * (copies - 1)
             if draw.random() < 0.4:  # back to back
                 said, again = _joined([said, *again]), []
@@ -144,7 +144,7 @@ class Lookups:
         lookups = []
         for of_fact in wordings:
             said, *questions = (next(pieces) for _ in of_fact)
-            lookups.append(Lookup(_unmarked(said), questions))
+            lookups.append(Lookup(_unmarked(said.ids), questions))
         return lookups[: _fitting((lookup.length for lookup in lookups), room)]
 
     def _list(self, room: int, spare: list[int], draw: random.Random) -> list[Lookup]:
@@ -160,7 +160,7 @@ class Lookups:
         body: list[MarkedTokens] = []
         repeats = draw.choice((0, 0, 0.2, 0.4))  # of an earlier line, after every line
         for number, line in enumerate(encoded, 1):
-            body.append(_unmarked(line))
+            body.append(_unmarked(line.ids))
             if draw.random() < repeats:
                 body.append(draw.choice(encoded[:number]))
         said = _joined([head, *body, foot])
@@ -216,8 +216,8 @@ def _laid_out(lookups: list[Lookup], text: Sequence[int], draw: random.Random) -
         phrase = list(text[: draw.randint(8, 32)])
         text = phrase * (len(text) // len(phrase) + 1)
     ends = pairwise([0, *cuts, between])
-    runs = [MarkedTokens(list(text[a:b]), [False] * (b - a)) for a, b in ends]
-    pairs = zip(runs, [*pieces, MarkedTokens([], [])], strict=True)
+    runs = [_unmarked(list(text[a:b])) for a, b in ends]
+    pairs = zip(runs, [*pieces, _unmarked([])], strict=True)
     return _joined(piece for pair in pairs for piece in pair)
 
 
@@ -234,8 +234,8 @@ def _joined(pieces: Iterable[MarkedTokens]) -> MarkedTokens:
     return joined
 
 
-def _unmarked(piece: MarkedTokens) -> MarkedTokens:
-    return MarkedTokens(piece.ids, [False] * len(piece.ids))
+def _unmarked(ids: list[int]) -> MarkedTokens:
+    return MarkedTokens(ids, [False] * len(ids))
 
 
 def _fitting(lengths: Iterable[int], room: int) -> int:

@@ -192,11 +192,10 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
         merged[key] = {**before, **value} if isinstance(before, dict) else value
     if not merged:
         return config
+    vocab_size, rope = merged.get("vocab_size"), merged.get("rope_parameters")
     if recipe.model is not None:
         _keep_trained_length_(merged, config)
-    vocab_size, rope = merged.get("vocab_size"), merged.get("rope_parameters")
-    from_scratch = recipe.model is None
-    if from_scratch and isinstance(vocab_size, int) and vocab_size < kept["vocab_size"]:
+    elif isinstance(vocab_size, int) and vocab_size < kept["vocab_size"]:
         raise CocaError(
             f"config.vocab_size: got {vocab_size}, expected at least the tokenizer's "
             f"{kept['vocab_size']}"
@@ -249,13 +248,12 @@ def start_model(recipe: Recipe, attn_implementation: str | None = None) -> PreTr
     if recipe.model is not None:
         return load_model(recipe.model, start_config(recipe), attn_implementation)
     model = model_from_config(recipe, attn_implementation)
-    state = torch.get_rng_state()
-    for name, module in model.named_modules():
-        torch.manual_seed(zlib.crc32(f"{recipe.data.seed} {name}".encode()))
-        for parameter in module.parameters(recurse=False):
-            parameter._is_hf_initialized = False
-        model._init_weights(module)
-    torch.set_rng_state(state)
+    with torch.random.fork_rng(devices=[]):
+        for name, module in model.named_modules():
+            torch.manual_seed(zlib.crc32(f"{recipe.data.seed} {name}".encode()))
+            for parameter in module.parameters(recurse=False):
+                parameter._is_hf_initialized = False
+            model._init_weights(module)
     model.tie_weights()
     return model
 
@@ -275,16 +273,12 @@ def weights_are_sent_here() -> bool:
     return not PartialState().is_main_process and is_sharded() and in_one
 
 
-def unfilled_model(
-    config: PreTrainedConfig, attn_implementation: str | None = None
-) -> PreTrainedModel:
+def unfilled_model(recipe: Recipe, attn_implementation: str | None = None) -> PreTrainedModel:
     """A model for weights that are sent here: its parameters have addresses, by which Accelerate
     identifies them, but take no memory.
     """
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=attn_implementation
-        )
+        model = model_from_config(recipe, attn_implementation)
     model._apply(
         lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
     )

@@ -34,7 +34,7 @@ from coca_hf.convert.config import check_generation_config, check_not_quantized,
 from coca_hf.errors import CocaError, library_errors, nearest, one_line, short
 from coca_hf.files import locked
 from coca_hf.models.attention import layer_types
-from coca_hf.models.hub import without_paths
+from coca_hf.models.hub import TRAINING, without_paths
 from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES
 from coca_hf.precision import matrix_dtype
 from coca_hf.train import model as models
@@ -54,8 +54,8 @@ from coca_hf.train.run_directory import (
     check_out,
     model_hashes,
     noted_inputs,
-    read_record,
 )
+from coca_hf.weights import read_record
 
 MODELS = ("model", "teacher", "tokenizer")  # keys of a recipe whose values may be on the hub
 CONSTANT = ("constant", "constant_with_warmup")  # schedules
@@ -161,7 +161,8 @@ def _check_and_begin(
     check_overrides(recipe)
     check_kernels(recipe)
     config = models.start_config(recipe)
-    check_plain(recipe.start, config)
+    check_head(recipe.start, config)
+    check_not_quantized(recipe.start, config)
     if recipe.teacher:
         check_teacher(recipe, config)
     # The tokenizer, and a block of every source
@@ -301,7 +302,8 @@ def context_parallel(arguments: TrainingArguments, size: int, where: str) -> Par
             f"{given} without FSDP2, expected it; start with `accelerate launch --config_file "
             f"recipes/accelerate/8gpu.yaml`"
         )
-    return ParallelismConfig(cp_size=size, dp_shard_size=arguments.world_size // size)
+    # At least 1, as it demands: fewer processes than `size` are refused by `Recipe.accumulation`
+    return ParallelismConfig(cp_size=size, dp_shard_size=max(arguments.world_size // size, 1))
 
 
 def lock(out_dir: Path, until_the_end: ExitStack) -> None:
@@ -422,12 +424,6 @@ def check_whole(name: str, directory: Path) -> None:
             "save the adapter alone, expected a whole model; merge the adapter (merge_and_unload), "
             f"or remove {ADAPTER_CONFIG_NAME} if it is merged"
         )
-
-
-def check_plain(name: str, config: PreTrainedConfig) -> None:
-    """Raises CocaError for a classifier, and for quantized weights, which have no gradients."""
-    check_head(name, config)
-    check_not_quantized(name, config)
 
 
 def check_head(name: str, config: PreTrainedConfig) -> None:
@@ -575,7 +571,7 @@ def check_positions(recipe: Recipe, config: PreTrainedConfig) -> str | None:
 
 def seen_before(recipe: Recipe, start: Path) -> str | None:
     """A notice if the model in `start` was trained on the blocks that the first stage begins with."""
-    record, now = read_record(start), without_paths(recipe.data.model_dump())
+    record, now = read_record(start / TRAINING), without_paths(recipe.data.model_dump())
     end, before = record.get("end_block"), record.get("recipe", {}).get("data", {})
     if not end or any(before.get(key) != now[key] for key in ("sources", "seed", "seq_len")):
         return None

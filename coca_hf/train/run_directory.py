@@ -35,7 +35,7 @@ from coca_hf.files import file_hash, is_unfinished, remove_unfinished, replace_t
 from coca_hf.models.hub import TRAINING
 from coca_hf.train.processes import is_lost_process
 from coca_hf.train.recipe import Recipe, Stage, StageOptions, read_tree, recipe_text
-from coca_hf.weights import read_json
+from coca_hf.weights import read_json, read_record
 
 RECIPE = "recipe.yaml"
 INPUTS = "inputs.json"
@@ -89,11 +89,11 @@ class ResolvedStage:
         """The first block of the stream that no earlier stage has seen."""
         if self.before is None:
             return 0
-        record = read_record(self.before.directory)
+        file = self.before.directory / TRAINING
+        record = read_record(file)
         if "end_block" not in record:
             raise CocaError(
-                f"{self.before.directory / TRAINING}: got no end_block, expected the record of a "
-                "stage; train that stage again"
+                f"{file}: got no end_block, expected the record of a stage; train that stage again"
             )
         return record["end_block"]
 
@@ -291,7 +291,7 @@ def check_base(stage: ResolvedStage, check_stop: Callable[[], None]) -> None:
     """
     if stage.base_directory is None or not Path(stage.base).exists():
         return  # from scratch, or on the hub, which checks its files
-    record = read_record(stage.base_directory)
+    record = read_record(stage.base_directory / TRAINING)
     hashes = dict(record.get("weights_xxh3_128", {}))
     if stage.before and "config_xxh3_128" in record:
         hashes["config.json"] = record["config_xxh3_128"]
@@ -303,20 +303,6 @@ def check_base(stage: ResolvedStage, check_stop: Callable[[], None]) -> None:
                 f"{written} as {TRAINING} beside it says; the file was damaged or replaced: restore "
                 "it, or train that stage again with another --out"
             )
-
-
-def read_record(directory: Path) -> dict[str, Any]:
-    """A checkpoint's training.json, or {}. Raises CocaError if it is damaged."""
-    path = directory / TRAINING
-    record = read_json(path) if path.exists() else {}
-    kinds = {"end_block": int, "weights_xxh3_128": dict, "config_xxh3_128": str}
-    kinds |= {"stages": list, "recipe": dict}
-    for key, kind in kinds.items():
-        if not isinstance(record.get(key, kind()), kind):
-            raise CocaError(
-                f"{path}: got {key} {short(record[key])}; restore the file, or train that stage again"
-            )
-    return record
 
 
 def model_hashes(directory: Path, check_stop: Callable[[], None]) -> dict[str, str | None]:

@@ -62,13 +62,13 @@ from coca_hf.train.run_directory import (
     check_same,
     last_checkpoint,
     model_hashes,
-    read_record,
     reading,
     saved_checkpoints,
     saving_to,
     weights_hashes,
 )
 from coca_hf.train.trainer import StageTrainer
+from coca_hf.weights import read_record
 
 PACKAGES = ("coca-hf", "torch", "transformers", "accelerate", "datasets")
 # The fields of a stage's record that the records of later stages repeat
@@ -324,10 +324,8 @@ def _load(
     start = recipe
     if stage.before:  # which has saved a tokenizer, and a config with the recipe's fields
         start = recipe.model_copy(update={"model": stage.base, "tokenizer": None, "config": {}})
-    if models.weights_are_sent_here():
-        base = models.unfilled_model(models.start_config(start), attention)
-    else:
-        base = models.start_model(start, attention)
+    make = models.unfilled_model if models.weights_are_sent_here() else models.start_model
+    base = make(start, attention)
     tokenizer = models.start_tokenizer(start)
     if own.objective == {"lm": 1.0} and not own.answer_weight:
         return base, tokenizer, None
@@ -422,7 +420,7 @@ def _make_record(
         "sources": sources,
         **{key: record[key] for key in CARRIED_ON},
     }
-    before = read_record(stage.base_directory) if stage.base_directory else {}
+    before = read_record(stage.base_directory / TRAINING) if stage.base_directory else {}
     return without_paths({**record, "stages": [*before.get("stages", []), summary]})
 
 

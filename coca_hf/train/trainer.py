@@ -101,7 +101,7 @@ class StageTrainer(Trainer):
         self.stopping: str | None = None  # the signal, once all processes know it
         self.control: TrainerControl
         self._step_loss = torch.zeros((), device=self.args.device)
-        self._norm: Tensor | float | None = None
+        self._norm = 0.0  # of the step's gradient
         self._random_state_of: str | None = None  # a checkpoint, to restore before the first step
         self._bad_in_a_row = 0
         self._lacks_a_loss = False  # the mean since the last log has a 0 from `training_step`
@@ -121,9 +121,7 @@ class StageTrainer(Trainer):
             loss, outputs = super().compute_loss(model, of_model, True, num_items_in_batch)
             return self.objective(loss, outputs["logits"], inputs, accumulated)
 
-    def create_scheduler(
-        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
-    ):
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None):
         """`linear_rate` with `start_lr` or `end_lr`, otherwise Hugging Face's schedule."""
         if not has_bounds(self.args):
             return super().create_scheduler(num_training_steps, optimizer)
@@ -170,8 +168,9 @@ class StageTrainer(Trainer):
         return loss.nan_to_num(running, running, running)
 
     def _get_grad_norm(self, model, grad_norm=None):
-        self._norm = super()._get_grad_norm(model, grad_norm)
-        return self._norm
+        norm = super()._get_grad_norm(model, grad_norm)
+        self._norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return norm
 
     def end_of_backward(self) -> None:
         """Before every optimizer step, agree on its loss and on stopping, and skip it if it is bad.
@@ -188,7 +187,7 @@ class StageTrainer(Trainer):
         place, factor = self.stage_log.place, self.own_options.spike_factor
         running = place["running_loss"]
         spiked = factor is not None and running is not None and loss > factor * running
-        is_finite = math.isfinite(_number(self._norm))
+        is_finite = math.isfinite(self._norm)
         if math.isfinite(loss) and not spiked and (is_finite or self._scaled_too_high()):
             mean = loss if running is None else running + RUNNING_SHARE * (loss - running)
             place["running_loss"] = mean
@@ -217,7 +216,7 @@ class StageTrainer(Trainer):
                 f", more than {self.own_options.spike_factor:g} times the running mean {mean:.4g}"
             )
         elif math.isfinite(loss):
-            what += f", but its gradient's norm is {_number(self._norm)}"
+            what += f", but its gradient's norm is {self._norm}"
         first, count = place["next_block"], self.stage_log.blocks_per_step
         sources = self.train_dataset.blocks.sources_of(first, count)
         blocks = f"blocks {first} to {first + count - 1} ({sources})"
@@ -326,12 +325,6 @@ class _EveryStep(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.trainer.stopping:
             control.should_save = control.should_log = control.should_training_stop = True
-
-
-def _number(value: Tensor | float | None) -> float:
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    return 0.0 if value is None else float(value)
 
 
 @torch.no_grad()

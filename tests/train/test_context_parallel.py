@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import coca_hf
 from coca_hf import CocaError
 from coca_hf.train import preflight
-from coca_hf.train.preflight import check_model_for_context_parallel
+from coca_hf.train.preflight import check_model_for_context_parallel, resolve_stages
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
@@ -180,6 +180,18 @@ def test_steps_count_groups_and_not_processes(recipes):
     message = r"stages\.k: got context_parallel_size 4 on 6 processes, expected a divisor"
     with pytest.raises(CocaError, match=message):
         recipe.num_blocks(6)
+
+
+def test_a_block_of_more_gpus_than_there_are_is_refused_in_one_line(recipes, tmp_path, monkeypatch):
+    recipe = load_recipe(recipes / "slack.yaml", [SHARED])
+    with pytest.raises(CocaError, match=r"on a cpu, for which torch has no ring attention"):
+        resolve_stages(recipe, tmp_path / "out")
+    monkeypatch.setattr(preflight, "RING_DEVICES", ("cpu",))
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_VERSION"):
+        monkeypatch.setenv(name, FSDP2[name])
+    message = r"stages\.k: got context_parallel_size 2 on 1 processes, expected a divisor"
+    with pytest.raises(CocaError, match=message):
+        resolve_stages(recipe, tmp_path / "out")
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
