@@ -12,6 +12,7 @@ import json
 import math
 import random
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -344,6 +345,7 @@ def _evaluate(
     for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
         setattr(model, kind, partial(dealt, getattr(model, kind)))
     manager = _ruler_manager(length, loaded.path) if length else _task_manager(include_path)
+    _forget_modules_that_draw()
     # As simple_evaluate of lm-eval does, which also runs pip to describe the machine
     random.seed(0)
     np.random.seed(SEED)
@@ -357,6 +359,17 @@ def _evaluate(
             task.set_config(key="num_fewshot", value=shots or 0)
         task.set_fewshot_seed(seed=settings["seed"])
     return evaluate(model, tasks, limit=settings["limit"], bootstrap_iters=0)
+
+
+def _forget_modules_that_draw() -> None:
+    """Make lm-eval load the modules of tasks again that hold a random generator, such as ruler_cwe's;
+    otherwise the questions would depend on the benchmarks before.
+    """
+    generators = random.Random, np.random.RandomState, np.random.Generator
+    for name, module in [*sys.modules.items()]:
+        content = getattr(module, "__dict__", {})
+        if "__mtime__" in content and any(isinstance(v, generators) for v in content.values()):
+            del sys.modules[name]  # lm-eval sets __mtime__ in those that it loads
 
 
 def _metrics(
