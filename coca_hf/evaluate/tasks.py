@@ -206,10 +206,8 @@ def task_rows(
         watch = partial(run.progress, description=f"tasks  {settings['benchmark']}")
         batches = Batches(run.batch_size, watch, settings["length"] or "too many")
         found = _measure(run.loaded, rope, settings, include_path, batches)
-        return [
-            run.store.append(TasksRow, settings | result, {"samples": samples})
-            for result, samples in found
-        ]
+        rows = [(settings | result, {"samples": samples}) for result, samples in found]
+        return run.store.append_all(TasksRow, rows)
 
     each_rope = itertools.product(run.ropes, wanted)
     asked = [(rope, [settings_of(rope, *benchmark)]) for rope, benchmark in each_rope]
