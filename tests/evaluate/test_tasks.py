@@ -378,6 +378,16 @@ def knows_the_needle(model, tokenizer):
     return prompts
 
 
+@pytest.mark.parametrize("name", ["ruler_vt", "ruler_cwe"])
+def test_questions_of_ruler_that_do_not_fit_have_no_value(coca, tmp_path, name):
+    """lm-eval would look for shorter ones of ruler_vt without end, and ask ruler_cwe's without an
+    answer; other lengths are measured.
+    """
+    (row,) = measured(coca, [name], tmp_path, lengths=[1024], limit=2)
+    problem = "its questions do not fit 1024 tokens of this tokenizer; choose a longer --ruler"
+    assert (row["value"], row["error"].partition(", or")[0]) == (None, problem)
+
+
 def test_questions_do_not_depend_on_the_benchmarks_before(coca, tmp_path):
     """ruler_cwe draws from a generator of its module."""
     prompts = []
