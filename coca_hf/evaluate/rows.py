@@ -25,7 +25,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -166,7 +166,7 @@ class RowStore:
     """
 
     def __init__(self, out_dir: Path):
-        self.out_dir = out_dir
+        self.out_dir, self._began = out_dir, now()
         found: list[Any] = [None, None]
         if processes().is_main_process:
             try:
@@ -203,39 +203,70 @@ class RowStore:
         return [
             row
             for row in latest(of_task, partial(marked, row_type, IDENTITY)).values()
-            if not str(row.get("error")).startswith("OOM")
-            and all(row.get(name) == settings.get(name) for name in names)
+            if _counts(row) and all(row.get(name) == settings.get(name) for name in names)
         ]
 
     def append(self, row_type: Any, row: dict, raw: Raw | None = None) -> dict:
-        """Write `row` after its raw tables. Returns the row with its `row_id` and `raw`.
+        """`append_all` of one row."""
+        return self.append_all(row_type, [(row, raw or {})])[0]
 
-        Raises CocaError if it cannot be written.
+    def append_all(self, row_type: Any, measured: Sequence[tuple[dict, Raw]]) -> list[dict]:
+        """Write rows that were measured together, after their raw tables. Returns the rows with their
+        `row_id` and `raw`; if another command has written these measurements meanwhile, its rows.
+
+        Raises CocaError if they cannot be written.
         """
-        row_id = hashlib.sha256(marked(row_type, IDENTITY, row).encode()).hexdigest()[:16]
-        tables = {name: lines for name, lines in (raw or {}).items() if lines}
-        paths = {name: f"{row['task']}-{name}/{row_id}.parquet" for name in tables}
-        row = row | {"row_id": row_id, "raw": paths}
+        rows: list[dict] = []
+        files: dict[str, list[dict]] = {}
+        for row, raw in measured:
+            row_id = hashlib.sha256(marked(row_type, IDENTITY, row).encode()).hexdigest()[:16]
+            tables = {name: lines for name, lines in raw.items() if lines}
+            paths = {name: f"{row['task']}-{name}/{row_id}.parquet" for name in tables}
+            rows.append(row | {"row_id": row_id, "raw": paths})
+            for name, lines in tables.items():
+                files[paths[name]] = [{"row_id": row_id} | line for line in lines]
         if processes().is_main_process:
             try:
-                for name, lines in tables.items():
-                    path = self.out_dir / paths[name]
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    with replacing(path) as unfinished:
-                        table = pa.Table.from_pylist([{"row_id": row_id} | line for line in lines])
-                        pq.write_table(table, unfinished)
-                line = json.dumps(row, ensure_ascii=False, allow_nan=False)
                 self.out_dir.mkdir(parents=True, exist_ok=True)
                 with FileLock(self.out_dir / ".rows.lock"):  # another command may write there
-                    _end_last_line(self.out_dir / ROWS)
-                    append_line(self.out_dir / ROWS, line)
+                    if theirs := self._written_meanwhile(row_type, rows):
+                        rows = theirs
+                    else:
+                        self._write(rows, files)
             except OSError as error:
                 raise CocaError(
                     f"{self.out_dir}: a row cannot be written ({one_line(error)}); make room and "
                     f"run the same command again: the rows before it are kept"
                 ) from error
-        self._rows.append(row)
-        return row
+        self._rows += rows
+        return rows
+
+    def _written_meanwhile(self, row_type: Any, rows: list[dict]) -> list[dict]:
+        """The rows of these measurements that another command has written since this one began, if
+        it has written all of them.
+        """
+        try:
+            there = self._read()
+        except CocaError:  # the file was edited; what is measured must not be lost
+            return []
+        key = partial(marked, row_type, IDENTITY)
+        new = (row for row in there if str(row.get("date", "")) >= self._began)
+        theirs = latest(filter(_counts, new), key)
+        return [theirs[key(row)] for row in rows] if {*map(key, rows)} <= theirs.keys() else []
+
+    def _write(self, rows: list[dict], files: dict[str, list[dict]]) -> None:
+        for name, lines in files.items():
+            path = self.out_dir / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as unfinished:
+                pq.write_table(pa.Table.from_pylist(lines), unfinished)
+        text = "\n".join(json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows)
+        _end_last_line(self.out_dir / ROWS)
+        append_line(self.out_dir / ROWS, text)
+
+
+def _counts(row: dict) -> bool:
+    return not str(row.get("error")).startswith("OOM")
 
 
 def read_rows(path: Path) -> list[dict]:

@@ -30,7 +30,7 @@ from coca_hf.evaluate.batches import failed_on, is_out_of_memory
 from coca_hf.evaluate.loaded_model import LoadedModel, Rope, check_same_dtype, processes, use_rope_
 from coca_hf.evaluate.perplexity import only_last
 from coca_hf.evaluate.progress import Progress
-from coca_hf.evaluate.rows import Count, Identity, Positive, Row, Run, Setting, about_model
+from coca_hf.evaluate.rows import Count, Identity, Positive, Raw, Row, Run, Setting, about_model
 from coca_hf.evaluate.tables import NBSP, Measurement, Table, each_table
 from coca_hf.models.attention import CACHE
 from coca_hf.page import Fold, Grid, Part
@@ -123,13 +123,13 @@ def speed_rows(
         }
 
     def make(rope: Rope, pair: list[dict]) -> list[dict]:
-        rows: list[dict] = []
+        measured: list[tuple[dict, Raw]] = []
         kind, began = "device" if torch.cuda.is_available() else "process", time.perf_counter()
         timings = _measure([each.model for each in loaded_models], rope, pair[0], run.progress)
         made = {"seconds": round(time.perf_counter() - began, 3), "date": now()}
         for settings, timing in zip(pair, timings, strict=True):
             median = statistics.median(timing.seconds) if timing.seconds else None
-            of_baseline = rows[0]["value"] if rows else None
+            of_baseline = measured[0][0]["value"] if measured else None
             result = {
                 "value": median,
                 "tokens_per_second": settings["tokens"] / median if median else None,
@@ -139,8 +139,8 @@ def speed_rows(
                 "error": timing.error,
             }
             runs = [{"repeat": number, "seconds": one} for number, one in enumerate(timing.seconds)]
-            rows.append(run.store.append(SpeedRow, settings | result | made, {"runs": runs}))
-        return rows
+            measured.append((settings | result | made, {"runs": runs}))
+        return run.store.append_all(SpeedRow, measured)
 
     asked = [
         (rope, [settings_of(each, mode, rope, length) for each in loaded_models])

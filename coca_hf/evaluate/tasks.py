@@ -12,6 +12,7 @@ import json
 import math
 import random
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -203,10 +204,8 @@ def task_rows(
         watch = partial(run.progress, description=f"tasks  {settings['benchmark']}")
         batches = Batches(run.batch_size, watch, settings["length"] or "too many")
         found = _measure(run.loaded, rope, settings, include_path, batches)
-        return [
-            run.store.append(TasksRow, settings | result, {"samples": samples})
-            for result, samples in found
-        ]
+        rows = [(settings | result, {"samples": samples}) for result, samples in found]
+        return run.store.append_all(TasksRow, rows)
 
     each_rope = itertools.product(run.ropes, wanted)
     asked = [(rope, [settings_of(rope, *benchmark)]) for rope, benchmark in each_rope]
@@ -341,12 +340,20 @@ def _evaluate(
     for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
         setattr(model, kind, partial(dealt, getattr(model, kind)))
     manager = _ruler_manager(length, loaded.path) if length else _task_manager(include_path)
+    _forget_modules_that_draw()
     # As simple_evaluate of lm-eval does, which also runs pip to describe the machine
     random.seed(0)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
+    too_long = (
+        f"its questions do not fit {length} tokens of this tokenizer; choose a longer --ruler"
+    )
+    if settings["benchmark"] in (RULER, "ruler_vt") and not _chains_fit(loaded.tokenizer, length):
+        raise NoValue(f"{too_long}, or leave ruler_vt out")
     tasks = manager.load([settings["benchmark"]])
     for task in tasks["tasks"].values():
+        if length and not all(doc["outputs"] for doc in task.eval_docs):
+            raise NoValue(too_long)
         own, shots = task.get_config("num_fewshot"), settings["shots"]
         if own == 0 and shots:  # lm-eval would ignore them
             raise NoValue(f"--shots {shots}: the benchmark's definition has 0; leave it out")
@@ -354,6 +361,32 @@ def _evaluate(
             task.set_config(key="num_fewshot", value=shots or 0)
         task.set_fewshot_seed(seed=settings["seed"])
     return evaluate(model, tasks, limit=settings["limit"], bootstrap_iters=0)
+
+
+def _chains_fit(tokenizer: Any, length: int) -> bool:
+    """Whether a prompt of ruler_vt fits: an example of up to 500 tokens and a question. If none does,
+    lm-eval looks for a shorter one without end.
+    """
+    from lm_eval.tasks.ruler.vt_utils import generate_input_output
+
+    def tokens(num_lines: int, is_example: bool) -> int:
+        text, answer = generate_input_output(num_lines, 1, 4, is_example)
+        return len(tokenizer(f"{text} {answer}").input_ids) + 30  # of the answer
+
+    examples = [tokens(num_lines, True) for num_lines in range(5, 51, 5)]
+    fitting = [num_tokens for num_tokens in examples if num_tokens <= 500]
+    return bool(fitting) and max(fitting) + tokens(10, False) <= length
+
+
+def _forget_modules_that_draw() -> None:
+    """Make lm-eval load the modules of tasks again that hold a random generator, such as ruler_cwe's;
+    otherwise the questions would depend on the benchmarks before.
+    """
+    generators = random.Random, np.random.RandomState, np.random.Generator
+    for name, module in [*sys.modules.items()]:
+        content = getattr(module, "__dict__", {})
+        if "__mtime__" in content and any(isinstance(v, generators) for v in content.values()):
+            del sys.modules[name]  # lm-eval sets __mtime__ in those that it loads
 
 
 def _metrics(

@@ -12,6 +12,7 @@ from coca_hf.evaluate import rows
 from coca_hf.evaluate.passkey import PasskeyRow
 from coca_hf.evaluate.perplexity import PerplexityRow
 from coca_hf.evaluate.rows import RowStore
+from coca_hf.provenance import now
 from coca_hf.report.read import read_tables
 from tests.report import made
 
@@ -84,6 +85,28 @@ def test_rows_that_two_commands_write_at_once_are_all_kept_whole(tmp_path, monke
         list(commands.map(command, (1, 2)))
     lengths = [json.loads(line)["length"] for line in (tmp_path / "rows.jsonl").open()]
     assert sorted(lengths) == [*range(1, 21)]
+
+
+def test_a_row_that_another_command_has_written_meanwhile_is_not_written_again(tmp_path):
+    """Nor are its raw tables, unless that row ran out of memory."""
+    stores = [RowStore(tmp_path) for _ in range(3)]
+    made = [ROW | {"date": now(), "value": value} for value in (None, 0.25, 0.5)]
+    made[0]["error"] = "OOM: one sequence alone does not fit"
+    first, second, third = (
+        store.append(PasskeyRow, row, {"cases": [{"case": row["value"]}]})
+        for store, row in zip(stores, made, strict=True)
+    )
+    assert (first["value"], second["value"], third) == (None, 0.25, second)
+    assert rows.read_rows(tmp_path / "rows.jsonl") == [first, second]
+    assert pq.read_table(tmp_path / second["raw"]["cases"])["case"].to_pylist() == [0.25]
+
+
+def test_rows_are_not_lost_if_the_file_was_damaged_meanwhile(tmp_path):
+    store = RowStore(tmp_path)
+    store.append(PasskeyRow, ROW)
+    (tmp_path / "rows.jsonl").write_text("7\n")
+    store.append(PasskeyRow, ROW | {"length": 1024})
+    assert json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[1])["length"] == 1024
 
 
 @pytest.mark.parametrize(

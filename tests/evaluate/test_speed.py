@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate import speed
+from coca_hf.evaluate import rows, speed
 from coca_hf.evaluate.loaded_model import load_model
 from coca_hf.evaluate.speed import MEASUREMENT, MODES, parse_modes, speed_rows
 from tests.conftest import TINY
@@ -47,6 +47,26 @@ def test_every_mode_has_a_row_for_the_model_and_its_baseline(coca, llama, tmp_pa
     for name, value in coca.model.state_dict().items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)
     assert not coca.model.training
+
+
+def test_a_command_that_is_killed_as_it_writes_a_pair_leaves_both_rows_or_none(
+    coca, llama, tmp_path, monkeypatch
+):
+    append_line = rows.append_line
+
+    def append_and_die(path, line):
+        append_line(path, line)
+        raise KeyboardInterrupt
+
+    def measured():
+        run = run_of(coca, tmp_path, 16)
+        return list(speed_rows(run, llama, ["prefill"], repeats=1, warmup=0))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rows, "append_line", append_and_die)
+        with pytest.raises(KeyboardInterrupt):
+            measured()
+    assert measured() == rows.read_rows(tmp_path / "rows.jsonl")
 
 
 def test_the_peak_of_a_step_counts_memory_that_earlier_steps_have_freed(tiny_tokenizer, tmp_path):

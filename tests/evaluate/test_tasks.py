@@ -378,6 +378,31 @@ def knows_the_needle(model, tokenizer):
     return prompts
 
 
+@pytest.mark.parametrize("name", ["ruler_vt", "ruler_cwe"])
+def test_questions_of_ruler_that_do_not_fit_have_no_value(coca, tmp_path, name):
+    """lm-eval would look for shorter ones of ruler_vt without end, and ask ruler_cwe's without an
+    answer; other lengths are measured.
+    """
+    (row,) = measured(coca, [name], tmp_path, lengths=[1024], limit=2)
+    problem = "its questions do not fit 1024 tokens of this tokenizer; choose a longer --ruler"
+    assert (row["value"], row["error"].partition(", or")[0]) == (None, problem)
+
+
+def test_questions_do_not_depend_on_the_benchmarks_before(coca, tmp_path):
+    """ruler_cwe draws from a generator of its module."""
+    prompts = []
+
+    def generate(input_ids, **kwargs):
+        prompts.append(input_ids.tolist())
+        return torch.cat((input_ids, input_ids[:, -1:]), dim=1)
+
+    coca.model.generate = generate
+    for name in ("first", "second"):
+        measured(coca, ["ruler_cwe"], tmp_path / name, lengths=[2500], batch_size=2, limit=2)
+    first, second = prompts
+    assert first == second
+
+
 @pytest.mark.parametrize("name", ["niah_single_1", "niah_multikey_2", "niah_multikey_3"])
 def test_a_real_task_of_ruler_fits_the_length_and_scores_one_for_a_model_that_finds_the_needle(
     coca, few_words, tmp_path, name
