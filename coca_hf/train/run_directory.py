@@ -128,7 +128,8 @@ def check_out(recipe: Recipe, out_dir: Path, resume: bool) -> None:
     if changes := _changes(before, now):
         raise CocaError(
             f"{out_dir}: cannot --resume with another recipe: {changes}; give the one that it was "
-            f"started with ({out_dir / RECIPE}), or choose another --out"
+            f"started with ({out_dir / RECIPE}; put new paths there if its files were moved), or "
+            "choose another --out"
         )
 
 

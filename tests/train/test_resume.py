@@ -443,6 +443,20 @@ def test_other_inputs_are_refused(copied, name):
             file.write_bytes(before)
 
 
+def test_a_run_whose_files_were_moved_continues_once_its_recipe_has_their_paths(copied, tmp_path):
+    moved = tmp_path / "moved"
+    shutil.copytree(copied, moved)
+    file = moved / "out/recipe.yaml"
+    text = file.read_text().replace(str(copied), str(moved))
+    (moved / "recipe.yaml").write_text(text)
+    recipe = load_recipe(moved / "recipe.yaml")
+    remedy = "out/recipe.yaml; put new paths there if its files were moved"
+    with pytest.raises(CocaError, match=rf"with another recipe: model was .*{remedy}\), or"):
+        run_recipe(recipe, moved / "out", stage="qkv", resume=True)
+    file.write_text(text)
+    assert run_recipe(recipe, moved / "out", stage="qkv", resume=True) == moved / "out/2-qkv"
+
+
 def test_the_same_files_in_another_order_are_refused(train, tmp_path):
     names = ("a/1.txt", "b/2.txt"), ("a/2.txt", "b/1.txt")
     for name, text in zip(names[0], ("abcd" * 99, "efgh" * 99), strict=True):
