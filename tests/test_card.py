@@ -14,6 +14,7 @@ from coca_cli.evaluate import app as evaluate_app
 from coca_hf import CocaError, convert_checkpoint
 from coca_hf.card import MARK, base_metadata, write_card
 from coca_hf.evaluate.loaded_model import fingerprint
+from tests.conftest import refused
 
 FRONT_MATTER = """---
 license: other
@@ -183,9 +184,8 @@ def test_rows_of_another_model_or_of_earlier_weights_give_a_warning(checkpoint, 
 
 def test_a_card_written_by_hand_is_left_as_it_is(checkpoint):
     (checkpoint / "README.md").write_text("By hand.")
-    refused = "README.md: not written by coca_hf, and left as it is; move it"
-    with pytest.raises(CocaError, match=refused):
-        write_card(checkpoint)
+    message = "README.md: not written by coca_hf, and left as it is; move it"
+    refused(message, write_card, checkpoint)
     assert (checkpoint / "README.md").read_text() == "By hand."
     (checkpoint / "README.md").write_text(f"{MARK}\nAn older card.")
     write_card(checkpoint)
@@ -208,16 +208,14 @@ def test_a_card_that_cannot_be_written_is_one_line(checkpoint, monkeypatch):
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr("coca_hf.card.replace_text", is_read_only)
-    with pytest.raises(CocaError, match=r"README.md: cannot be written: Read-only file system"):
-        write_card(checkpoint)
+    refused(r"README.md: cannot be written: Read-only file system", write_card, checkpoint)
 
 
 @pytest.mark.timeout(20)
 def test_a_card_that_is_a_pipe_is_refused_and_does_not_hang(checkpoint):
     (checkpoint / "README.md").unlink()
     os.mkfifo(checkpoint / "README.md")
-    with pytest.raises(CocaError, match=r"README.md: is not an ordinary file"):
-        write_card(checkpoint)
+    refused(r"README.md: is not an ordinary file", write_card, checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -233,5 +231,4 @@ def test_records_that_are_not_ours_are_refused(checkpoint, record, message):
     (checkpoint / "conversion.json").unlink()
     if record:
         (checkpoint / "conversion.json").write_text(record)
-    with pytest.raises(CocaError, match=message):
-        write_card(checkpoint)
+    refused(message, write_card, checkpoint)

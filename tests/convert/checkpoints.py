@@ -2,13 +2,15 @@
 
 import json
 import multiprocessing
+import os
 import shutil
+from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from coca_hf import CocaError, convert_checkpoint
+from coca_hf import convert_checkpoint
+from tests.conftest import refused
 
 PROCESSES = multiprocessing.get_context("forkserver")
 # they and their imports would otherwise be imported by each process
@@ -96,7 +98,15 @@ def full_disk(monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: full)
 
 
-def refuses(message, *arguments, **options):
-    """Claim that `convert_checkpoint` raises a CocaError which matches `message`."""
-    with pytest.raises(CocaError, match=message):
-        convert_checkpoint(*arguments, **options)
+def content_of(place):
+    """What is at a path: nothing, a file, or a directory with its files."""
+    return os.path.lexists(place), files_of(Path(place)) if os.path.isdir(place) else None
+
+
+def refuses(message, src, dst, *arguments, **options):
+    """Claim that `convert_checkpoint` raises a CocaError which matches `message`, and leaves `dst`
+    as it was.
+    """
+    before = content_of(dst)
+    refused(message, convert_checkpoint, src, dst, *arguments, **options)
+    assert content_of(dst) == before

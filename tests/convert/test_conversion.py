@@ -9,9 +9,9 @@ import xxhash
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from coca_hf import CocaError, convert_checkpoint, patch_
+from coca_hf import convert_checkpoint, patch_
 from coca_hf.models.attention import coca_query
-from tests.conftest import TINY
+from tests.conftest import TINY, refused
 from tests.convert.checkpoints import (
     assert_same_weights,
     edit_config,
@@ -132,8 +132,7 @@ def test_a_query_bias_whose_pairs_float16_cannot_square_is_refused(
     convert_checkpoint(source, tmp_path / "kept", constraint, dtype="float16", keep_layers=[1])
     convert_checkpoint(source, tmp_path / "bfloat16", constraint, dtype="bfloat16")
     model = LlamaForCausalLM.from_pretrained(source, dtype=torch.float16)
-    with pytest.raises(CocaError, match=refusal):
-        patch_(model, constraint)
+    refused(refusal, patch_, model, constraint)
     assert type(model) is LlamaForCausalLM
     patch_(copy.deepcopy(model), constraint, keep_layers=[1])
     patch_(model.bfloat16(), constraint)
@@ -155,8 +154,7 @@ def test_a_norm_of_queries_whose_square_float16_cannot_hold_is_refused(tmp_path)
     edit_weights(source, lambda w: w[name][3].fill_(-278))
     refusal = rf"tensor {name}: got queries up to 1040.18, whose squares float16 cannot hold, expected at most 1024"
     refuses(refusal, source, tmp_path / "dst", dtype="float16")
-    with pytest.raises(CocaError, match=refusal):
-        patch_(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float16))
+    refused(refusal, patch_, AutoModelForCausalLM.from_pretrained(source, dtype=torch.float16))
     convert_checkpoint(source, tmp_path / "kept", dtype="float16", keep_layers=[1])
     convert_checkpoint(source, tmp_path / "dst", dtype="bfloat16")
 
@@ -172,8 +170,7 @@ def test_a_start_too_small_for_float16_is_refused_there_and_written_in_float32(t
     source, name = saved(model.half(), tmp_path / "src"), "model.layers.1.self_attn.t_proj.weight"
     message = rf"{name}: got numbers .* in float16 are zero or nearly so; expected"
     refuses(message, source, tmp_path / "dst")
-    with pytest.raises(CocaError, match=message):
-        patch_(LlamaForCausalLM.from_pretrained(source, dtype=torch.float16))
+    refused(message, patch_, LlamaForCausalLM.from_pretrained(source, dtype=torch.float16))
     record = convert_checkpoint(source, tmp_path / "dst", dtype="float32")
     weights, made = map(weights_of, (source, tmp_path / "dst"))
     keys = weights[name.replace("t_proj", "k_proj")].double().view(2, 2, 4, 48)

