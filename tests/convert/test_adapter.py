@@ -55,9 +55,13 @@ def assert_converts_as_merged(base, lora, directory, **options):
     assert_same_weights(directory / "dst", directory / "expected")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("adapter_dtype", "rslora"), [(torch.float32, False), (torch.bfloat16, True)]
+    ("dtype", "adapter_dtype", "rslora"),
+    [
+        *((dtype, torch.float32, False) for dtype in (torch.float32, torch.bfloat16)),
+        *((dtype, torch.bfloat16, True) for dtype in (torch.float32, torch.bfloat16)),
+        (torch.float64, torch.float64, False),
+    ],
 )
 def test_the_result_is_that_of_peft_merge_and_unload_bit_for_bit(
     tiny_llama_dir, tmp_path, converts, dtype, adapter_dtype, rslora
@@ -260,12 +264,6 @@ def test_an_adapter_of_a_coca_model_is_refused_for_its_original(
     said = refusal(tiny_llama_dir, tmp_path / "dst", "--adapter", lora)
     assert "adapter_config.json: got an adapter that was trained on a CoCA model" in said
     convert_checkpoint(tiny_coca_dir, tmp_path / "dst", ntk_length=128, adapter=lora)
-
-
-def test_float64_is_merged_in_float64(tmp_path):
-    stock_model("llama").double().save_pretrained(tmp_path / "base")
-    lora = make_adapter(tmp_path / "base", tmp_path / "lora", torch.float64)
-    assert_converts_as_merged(tmp_path / "base", lora, tmp_path)
 
 
 def test_an_adapter_of_gguf_is_refused(adapter, tmp_path, refusal):

@@ -88,13 +88,6 @@ def test_auto_is_a_number_in_the_config_whatever_the_baked_base(tiny_llama_dir, 
     assert later["content_pairs"] == number
 
 
-def test_kept_layers_rotate_every_pair(tiny_llama_dir, tmp_path):
-    original = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
-    expected = original(tokens()).logits
-    kept = patch_(original, keep_layers=[0, 1, 2], content_pairs=2)
-    torch.testing.assert_close(kept(tokens()).logits, expected)
-
-
 @pytest.mark.parametrize(
     ("option", "given"),
     [

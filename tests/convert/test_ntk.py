@@ -43,10 +43,18 @@ def logits(directory, length, **options):
         ("slack", 192, {"original_max_position_embeddings": 32}),
     ],
 )
-def test_logits_equal_dynamic_ntk_for_that_length_everywhere(tmp_path, constraint, length, given):
-    saved(tmp_path / "src", rope_parameters=DYNAMIC | given)
+def test_weights_of_coca_stay_and_logits_equal_dynamic_ntk_for_that_length_everywhere(
+    tmp_path, constraint, length, given
+):
+    fields = {"attention_bias": True, "tie_word_embeddings": True}
+    saved(tmp_path / "src", rope_parameters=DYNAMIC | given, **fields)
     convert_checkpoint(tmp_path / "src", tmp_path / "dynamic", constraint)
-    convert_checkpoint(tmp_path / "dynamic", tmp_path / "from-coca", ntk_length=length)
+    options = {"ntk_length": length, "max_shard_size": "40KB"}
+    record = convert_checkpoint(tmp_path / "dynamic", tmp_path / "from-coca", **options)
+    assert (record["constraint"], record["source_format"]) == (constraint, "safetensors, CoCA")
+    assert "none: all weights are those of the source" in record["start"]["rule"]
+    assert len(list((tmp_path / "from-coca").glob("*.safetensors"))) > 2
+    assert_same_weights(tmp_path / "dynamic", tmp_path / "from-coca")
     convert_checkpoint(tmp_path / "src", tmp_path / "from-llama", constraint, ntk_length=length)
     expected = logits(tmp_path / "dynamic", length, rope_length=length)
     for name in ("from-coca", "from-llama"):
@@ -98,18 +106,6 @@ def test_a_plan_and_the_cards_of_later_conversions_name_the_base_and_the_calibra
         assert "fitted to the original's attention on 64 tokens of text" in card
         assert ("all with the base from before" in card) is (name == "once")
         assert base in card
-
-
-def test_weights_of_a_coca_source_are_copied_unchanged_in_any_shards(tmp_path):
-    saved(tmp_path / "src", tie_word_embeddings=True, attention_bias=True)
-    convert_checkpoint(tmp_path / "src", tmp_path / "coca", "strict")
-    options = {"ntk_length": 100, "max_shard_size": "40KB"}
-    record = convert_checkpoint(tmp_path / "coca", tmp_path / "dst", **options)
-    assert len(list((tmp_path / "dst").glob("*.safetensors"))) > 2
-    assert_same_weights(tmp_path / "coca", tmp_path / "dst")
-    assert record["constraint"] == "strict"
-    assert record["source_format"] == "safetensors, CoCA"
-    assert "none: all weights are those of the source" in record["start"]["rule"]
 
 
 def test_tokenizer_length_training_record_and_trained_length_come_along(tmp_path, tiny_coca_dir):

@@ -31,7 +31,7 @@ def test_a_model_that_keeps_all_layers_is_the_original(case):
     mask = torch.ones_like(ids)
     mask[1, 17:] = 0
     expected = stock(ids, attention_mask=mask).logits
-    kept = patch_(copy.deepcopy(stock), keep_layers=[0, 1, 2])
+    kept = patch_(copy.deepcopy(stock), keep_layers=[0, 1, 2], content_pairs=2)
     assert not any("t_proj" in name for name, _ in kept.named_parameters())
     assert all(isinstance(layer.self_attn, KeptAttention) for layer in kept.model.layers)
     got = kept(ids, attention_mask=mask).logits
