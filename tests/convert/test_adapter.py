@@ -14,6 +14,7 @@ from tests.convert.checkpoints import (
     edit_json,
     edit_weights,
     files_of,
+    interrupt,
     weights_of,
 )
 from tests.models.families import stock_model
@@ -127,13 +128,8 @@ def test_the_rule_of_a_coca_source_names_the_adapter(tiny_coca_dir, tmp_path):
 
 
 def test_a_conversion_without_it_does_not_continue_one_with_it(tiny_llama_dir, adapter, tmp_path):
-    def interrupt(done, total):
-        if done > total / 2:
-            raise KeyboardInterrupt
-
     arguments, shards = (tiny_llama_dir, tmp_path / "dst"), {"max_shard_size": "100KB"}
-    with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(*arguments, adapter=adapter, progress=interrupt, **shards)
+    interrupt(*arguments, 0.5, adapter=adapter, **shards)
     convert_checkpoint(*arguments, **shards)
     convert_checkpoint(tiny_llama_dir, tmp_path / "expected", **shards)
     assert_same_weights(tmp_path / "dst", tmp_path / "expected")

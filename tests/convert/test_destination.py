@@ -12,7 +12,7 @@ import pytest
 
 from coca_hf import convert_checkpoint
 from tests.conftest import refused
-from tests.convert.checkpoints import Stop, exit_code_of, files_of, record_of, refuses, write
+from tests.convert.checkpoints import exit_code_of, files_of, interrupt, record_of, refuses, write
 
 
 def once(action):
@@ -162,15 +162,7 @@ def test_an_empty_directory_is_replaced_with_overwrite(tiny_llama_dir, tmp_path)
 @pytest.fixture
 def interrupted(tiny_llama_dir, tmp_path):
     """The staging directory of an interrupted conversion with finished shards."""
-    seen = []
-
-    def stop(done, total):
-        seen.append(done)
-        if done > total * 0.8:
-            raise Stop
-
-    with pytest.raises(Stop):
-        convert_checkpoint(tiny_llama_dir, tmp_path / "dst", max_shard_size="20KB", progress=stop)
+    interrupt(tiny_llama_dir, tmp_path / "dst", 0.8, max_shard_size="20KB")
     assert len((tmp_path / ".dst.incomplete" / "manifest.jsonl").read_text().splitlines()) > 2
     return tmp_path / ".dst.incomplete"
 

@@ -11,7 +11,7 @@ from coca_hf import convert_checkpoint
 from coca_hf.convert.preflight import free_bytes
 from coca_hf.convert.writer import locked_staging
 from tests.conftest import refused
-from tests.convert.checkpoints import edit_weights, files_of, full_disk, weights_of
+from tests.convert.checkpoints import edit_weights, files_of, full_disk, interrupt, weights_of
 
 
 @pytest.fixture(autouse=True)
@@ -110,14 +110,7 @@ def test_an_interrupted_conversion_is_left_to_continue_and_its_shards_count_as_r
     tiny_llama_dir, tmp_path, monkeypatch
 ):
     dst = tmp_path / "dst"
-
-    def interrupt(done, total):
-        manifest = tmp_path / ".dst.incomplete/manifest.jsonl"
-        if any(manifest.read_text().split("\n")[1:]):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(tiny_llama_dir, dst, progress=interrupt, max_shard_size="20KB")
+    interrupt(tiny_llama_dir, dst, 0.5, max_shard_size="20KB")
     before = files_of(tmp_path)
     full_disk(monkeypatch)
     options = {"dry_run": True, "max_shard_size": "20KB"}

@@ -15,7 +15,7 @@ from coca_hf import AlibiLlamaConfig, AlibiLlamaForCausalLM, convert_checkpoint,
 from coca_hf.convert.config import FAMILIES
 from coca_hf.models.attention import QUERY_SCALE, coca_key, coca_query
 from tests.conftest import output_of
-from tests.convert.checkpoints import edit_config, edit_weights, refuses
+from tests.convert.checkpoints import edit_config, edit_weights, load_clean, refuses
 from tests.models.families import (
     CASES,
     EVERY_CASE_UNDER_ONE_CONSTRAINT,
@@ -35,8 +35,7 @@ def test_converted_checkpoint_loads_clean_is_the_patched_model_and_has_the_refer
     converted, case, constraint
 ):
     src, dst, record = converted(case, constraint)
-    model, info = AutoModelForCausalLM.from_pretrained(dst, output_loading_info=True)
-    assert not any(info.values())
+    model = load_clean(dst)
     assert type(model) is FAMILIES[CASES[case][0]].coca_causal_lm
     assert model.config.coca_constraint == constraint
     assert sum(p.numel() for p in model.parameters()) == record["parameters"]["after"]

@@ -6,29 +6,21 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from coca_hf import CocaError, convert_checkpoint
 from coca_hf.evaluate import loaded_model
 from coca_hf.models.rotary import ntk_base
-from tests.conftest import TINY
 from tests.convert.checkpoints import (
     assert_same_weights,
     edit_config,
     edit_json,
     record_of,
     refuses,
+    save_llama,
 )
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 5000.0, "factor": 3.0}
-
-
-def saved(directory, **fields):
-    torch.manual_seed(2)
-    LlamaForCausalLM(
-        LlamaConfig(**(TINY | {"vocab_size": 101, "initializer_range": 0.2} | fields))
-    ).save_pretrained(directory)
-    return directory
 
 
 def logits(directory, length, **options):
@@ -47,7 +39,7 @@ def test_weights_of_coca_stay_and_logits_equal_dynamic_ntk_for_that_length_every
     tmp_path, constraint, length, given
 ):
     fields = {"attention_bias": True, "tie_word_embeddings": True}
-    saved(tmp_path / "src", rope_parameters=DYNAMIC | given, **fields)
+    save_llama(tmp_path / "src", rope_parameters=DYNAMIC | given, **fields)
     convert_checkpoint(tmp_path / "src", tmp_path / "dynamic", constraint)
     options = {"ntk_length": length, "max_shard_size": "40KB"}
     record = convert_checkpoint(tmp_path / "dynamic", tmp_path / "from-coca", **options)
@@ -65,7 +57,7 @@ def test_weights_of_coca_stay_and_logits_equal_dynamic_ntk_for_that_length_every
 
 
 def test_plain_rope_takes_length_over_trained_length_as_factor(tmp_path):
-    saved(tmp_path / "src", rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
+    save_llama(tmp_path / "src", rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
     record = convert_checkpoint(tmp_path / "src", tmp_path / "dst", ntk_length=256)
     base = ntk_base(5000.0, 4.0, 256, 64, 8)
     assert record["rope"] == {
@@ -81,7 +73,7 @@ def test_plain_rope_takes_length_over_trained_length_as_factor(tmp_path):
         "rope_theta": base,
         "original_max_position_embeddings": 64,
     }
-    saved(tmp_path / "src-dynamic", rope_parameters=DYNAMIC | {"factor": 4.0})
+    save_llama(tmp_path / "src-dynamic", rope_parameters=DYNAMIC | {"factor": 4.0})
     convert_checkpoint(tmp_path / "src-dynamic", tmp_path / "dynamic")
     expected = logits(tmp_path / "dynamic", 256, rope_length=256)
     assert (logits(tmp_path / "dst", 256) - expected).abs().max() < 2e-4 * expected.abs().max()
@@ -91,7 +83,7 @@ def test_a_plan_and_the_cards_of_later_conversions_name_the_base_and_the_calibra
     tmp_path, tiny_tokenizer, text, converts
 ):
     rope = {"rope_type": "default", "rope_theta": 1e4}
-    saved(tmp_path / "src", rope_parameters=rope, vocab_size=len(tiny_tokenizer))
+    save_llama(tmp_path / "src", rope_parameters=rope, vocab_size=len(tiny_tokenizer))
     tiny_tokenizer.save_pretrained(tmp_path / "src")
     base = "made from 10,000 for 64 by dynamic NTK"
     options = "--calibrate", text, "--calibrate-tokens", "64"
@@ -155,7 +147,7 @@ NOT_BAKED = {  # --ntk-length, and what the source has
 @pytest.mark.parametrize("message", NOT_BAKED)
 def test_what_cannot_be_baked_is_refused(tmp_path, message):
     length, fields = NOT_BAKED[message]
-    src = saved(tmp_path / "src", **fields)
+    src = save_llama(tmp_path / "src", **fields)
     refuses(re.escape(message), src, tmp_path / "dst", ntk_length=length)
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
 

@@ -17,6 +17,7 @@ from tests.models.families import (
     EVERY_CASE,
     EVERY_CASE_UNDER_ONE_CONSTRAINT,
     coca_model,
+    padded,
     stock_model,
     tokens,
 )
@@ -27,9 +28,7 @@ LOGITS = {"do_sample": False, "return_dict_in_generate": True, "output_logits": 
 @EVERY_CASE
 def test_a_model_that_keeps_all_layers_is_the_original(case):
     stock = stock_model(case).double()
-    ids = tokens()
-    mask = torch.ones_like(ids)
-    mask[1, 17:] = 0
+    ids, mask = padded(slice(17, None))
     expected = stock(ids, attention_mask=mask).logits
     kept = patch_(copy.deepcopy(stock), keep_layers=[0, 1, 2], content_pairs=2)
     assert not any("t_proj" in name for name, _ in kept.named_parameters())
