@@ -15,6 +15,7 @@ from coca_hf import CocaError, convert_checkpoint
 from coca_hf.card import MARK, base_metadata, write_card
 from coca_hf.evaluate.loaded_model import fingerprint
 from tests.conftest import refused
+from tests.convert.checkpoints import edit_json
 
 FRONT_MATTER = """---
 license: other
@@ -119,11 +120,10 @@ def test_a_base_whose_card_cannot_be_read_declares_nothing(text, tmp_path):
 
 
 def test_what_is_converted_again_keeps_its_base(checkpoint, tmp_path):
-    record = json.loads((checkpoint / "conversion.json").read_text())
-    record["base"] = {"model": "owner/model", "license": "mit"}
-    (checkpoint / "conversion.json").write_text(json.dumps(record))
+    base = {"model": "owner/model", "license": "mit"}
+    edit_json(checkpoint / "conversion.json", base=base)
     again = convert_checkpoint(checkpoint, tmp_path / "again", ntk_length=128)
-    assert again["base"] == record["base"]
+    assert again["base"] == base
     assert card_of(tmp_path / "again").data.base_model == "owner/model"
     assert "# model with CoCA" in card_of(tmp_path / "again").text
 
@@ -197,9 +197,9 @@ def test_the_card_command_leaves_a_card_that_somebody_edited(checkpoint):
     assert card_command(checkpoint).exit_code == 0
     text = card.read_text() + "\n## My limitations\n"
     card.write_text(text)
-    refused = card_command(checkpoint).exception
-    assert isinstance(refused, CocaError)
-    assert "README.md: was edited since coca_hf wrote it, and is left as it is" in str(refused)
+    error = card_command(checkpoint).exception
+    assert isinstance(error, CocaError)
+    assert "README.md: was edited since coca_hf wrote it, and is left as it is" in str(error)
     assert card.read_text() == text
 
 
