@@ -809,14 +809,3 @@ def test_the_command_prints_perplexities_or_one_line_of_error(
     assert "calibrated" in (tmp_path / "dst/README.md").read_text().partition("\n## ")[0]
     printed = refusal(tiny_llama_dir, tmp_path / "other", *options, 10**6)
     assert "give more text, or a smaller --calibrate-tokens" in printed
-
-
-OPTIONS = "calibrate-tokens=9 calibrate-block=9 calibrate-passes=9 column=text split=test subset=en"
-
-
-@pytest.mark.parametrize("option", f"{OPTIONS} device=cpu seed=1".split())
-def test_an_option_of_calibration_is_refused_without_it(tiny_llama_dir, tmp_path, refusal, option):
-    printed = refusal(tiny_llama_dir, tmp_path / "dst", f"--{option}")
-    name = option.partition("=")[0]
-    assert printed == f"error: --{name}: got it without --calibrate, expected both\n"
-    assert not list(tmp_path.iterdir())

@@ -88,19 +88,6 @@ def test_auto_is_a_number_in_the_config_whatever_the_baked_base(tiny_llama_dir, 
     assert later["content_pairs"] == number
 
 
-@pytest.mark.parametrize(
-    ("option", "given"),
-    [
-        *(("pairs", given) for given in ("x", "-1", "1.5", "3,4")),
-        *(("layers", given) for given in ("3", "6:out", "x", "1,y")),
-    ],
-)
-def test_other_values_are_refused(option, given, tiny_llama_dir, tmp_path, refusal):
-    printed = refusal(tiny_llama_dir, tmp_path / "dst", f"--content-{option}={given}")
-    expected = {"pairs": "how many of a head's pairs", "layers": "layers by number"}[option]
-    assert f"--content-{option}: got {given!r}, expected {expected}" in printed
-
-
 def test_auto_needs_a_calibration(tiny_llama_dir, tmp_path, refusal, calibrating, converts):
     printed = refusal(tiny_llama_dir, tmp_path / "dst", "--content-layers=auto")
     message = "--content-layers: got 'auto', expected numbers of layers, or auto with --calib"

@@ -118,8 +118,12 @@ def test_tokenizer_length_training_record_and_trained_length_come_along(tmp_path
         loaded_model.check_rope(model, loaded_model.parse_ropes("dynamic:2")[0])
 
 
-def test_loading_an_export_warns_of_nothing(tmp_path, tiny_coca_dir, monkeypatch):
+def test_an_export_is_not_baked_again_and_loading_it_warns_of_nothing(
+    tmp_path, tiny_coca_dir, monkeypatch
+):
     convert_checkpoint(tiny_coca_dir, tmp_path / "dst", ntk_length=128)
+    message = "got a checkpoint with an NTK base for 128 tokens already"
+    refuses(message, tmp_path / "dst", tmp_path / "twice", ntk_length=256)
     said = []
     monkeypatch.setattr(logging.Logger, "warning", lambda _, text, *rest: said.append(str(text)))
     AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
@@ -169,9 +173,3 @@ def test_coca_source_that_is_not_understood_is_refused(tmp_path, tiny_coca_dir, 
     edit_config(directory, **damage)
     refuses(re.escape(message), directory, tmp_path / "dst", ntk_length=128)
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
-
-
-def test_an_export_is_not_baked_again(tmp_path, tiny_coca_dir):
-    convert_checkpoint(tiny_coca_dir, tmp_path / "once", ntk_length=128)
-    message = "got a checkpoint with an NTK base for 128 tokens already"
-    refuses(message, tmp_path / "once", tmp_path / "twice", ntk_length=256)

@@ -228,15 +228,10 @@ def test_unpatch_refuses_adapters_until_they_are_merged(model):
     assert type(model) is LlamaForCausalLM
 
 
-def test_unpatch_refuses_hooks_that_were_registered_since(model):
-    hook = patch_(model, keep_original=True).model.norm.register_forward_hook(lambda *_: None)
-    refused("unpatch_: got hooks that were registered since patch_", unpatch_, model)
-    assert type(model) is CocaLlamaForCausalLM
-    hook.remove()
-    assert type(unpatch_(model)) is LlamaForCausalLM
-
-
 ADDED = {
+    "hooks that were registered since patch_,": (
+        lambda model: model.model.norm.register_forward_hook(lambda *_: None)
+    ),
     "a method of your own on model.layers.1.mlp,": (
         lambda model: setattr(model.model.layers[1].mlp, "forward", torch.zeros_like)
     ),
@@ -248,10 +243,13 @@ ADDED = {
 
 
 @pytest.mark.parametrize("message", ADDED)
-def test_unpatch_refuses_to_lose_methods_and_buffers_that_were_added_since(model, message):
-    ADDED[message](patch_(model, keep_original=True))
+def test_unpatch_refuses_to_lose_hooks_methods_and_buffers_that_were_added_since(model, message):
+    hook = ADDED[message](patch_(model, keep_original=True))
     refused(f"unpatch_: got {message} which would be lost; ", unpatch_, model)
     assert type(model) is CocaLlamaForCausalLM
+    if hook:
+        hook.remove()
+        assert type(unpatch_(model)) is LlamaForCausalLM
 
 
 def test_unpatch_takes_a_model_that_accelerate_prepared_for_mixed_precision(model, monkeypatch):
