@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import coca_hf
+from coca_hf import CocaError
 
 # Nobody pulls the plug on a test: waiting for the disk is more than half of a small conversion.
 os.fsync = lambda descriptor: None
@@ -92,6 +93,15 @@ def output_of(*command, **environment):
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     return done.stdout
+
+
+def refused(message, function, *arguments, **options):
+    """Claim that a call raises a CocaError of one line which matches `message`; returns that line."""
+    with pytest.raises(CocaError, match=message) as caught:
+        function(*arguments, **options)
+    said = str(caught.value)
+    assert "\n" not in said
+    return said
 
 
 def flip(file, place=-1):

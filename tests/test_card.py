@@ -14,6 +14,8 @@ from coca_cli.evaluate import app as evaluate_app
 from coca_hf import CocaError, convert_checkpoint
 from coca_hf.card import MARK, base_metadata, write_card
 from coca_hf.evaluate.loaded_model import fingerprint
+from tests.conftest import refused
+from tests.convert.checkpoints import edit_json
 
 FRONT_MATTER = """---
 license: other
@@ -118,11 +120,10 @@ def test_a_base_whose_card_cannot_be_read_declares_nothing(text, tmp_path):
 
 
 def test_what_is_converted_again_keeps_its_base(checkpoint, tmp_path):
-    record = json.loads((checkpoint / "conversion.json").read_text())
-    record["base"] = {"model": "owner/model", "license": "mit"}
-    (checkpoint / "conversion.json").write_text(json.dumps(record))
+    base = {"model": "owner/model", "license": "mit"}
+    edit_json(checkpoint / "conversion.json", base=base)
     again = convert_checkpoint(checkpoint, tmp_path / "again", ntk_length=128)
-    assert again["base"] == record["base"]
+    assert again["base"] == base
     assert card_of(tmp_path / "again").data.base_model == "owner/model"
     assert "# model with CoCA" in card_of(tmp_path / "again").text
 
@@ -183,9 +184,8 @@ def test_rows_of_another_model_or_of_earlier_weights_give_a_warning(checkpoint, 
 
 def test_a_card_written_by_hand_is_left_as_it_is(checkpoint):
     (checkpoint / "README.md").write_text("By hand.")
-    refused = "README.md: not written by coca_hf, and left as it is; move it"
-    with pytest.raises(CocaError, match=refused):
-        write_card(checkpoint)
+    message = "README.md: not written by coca_hf, and left as it is; move it"
+    refused(message, write_card, checkpoint)
     assert (checkpoint / "README.md").read_text() == "By hand."
     (checkpoint / "README.md").write_text(f"{MARK}\nAn older card.")
     write_card(checkpoint)
@@ -197,9 +197,9 @@ def test_the_card_command_leaves_a_card_that_somebody_edited(checkpoint):
     assert card_command(checkpoint).exit_code == 0
     text = card.read_text() + "\n## My limitations\n"
     card.write_text(text)
-    refused = card_command(checkpoint).exception
-    assert isinstance(refused, CocaError)
-    assert "README.md: was edited since coca_hf wrote it, and is left as it is" in str(refused)
+    error = card_command(checkpoint).exception
+    assert isinstance(error, CocaError)
+    assert "README.md: was edited since coca_hf wrote it, and is left as it is" in str(error)
     assert card.read_text() == text
 
 
@@ -208,16 +208,14 @@ def test_a_card_that_cannot_be_written_is_one_line(checkpoint, monkeypatch):
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr("coca_hf.card.replace_text", is_read_only)
-    with pytest.raises(CocaError, match=r"README.md: cannot be written: Read-only file system"):
-        write_card(checkpoint)
+    refused(r"README.md: cannot be written: Read-only file system", write_card, checkpoint)
 
 
 @pytest.mark.timeout(20)
 def test_a_card_that_is_a_pipe_is_refused_and_does_not_hang(checkpoint):
     (checkpoint / "README.md").unlink()
     os.mkfifo(checkpoint / "README.md")
-    with pytest.raises(CocaError, match=r"README.md: is not an ordinary file"):
-        write_card(checkpoint)
+    refused(r"README.md: is not an ordinary file", write_card, checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -233,5 +231,4 @@ def test_records_that_are_not_ours_are_refused(checkpoint, record, message):
     (checkpoint / "conversion.json").unlink()
     if record:
         (checkpoint / "conversion.json").write_text(record)
-    with pytest.raises(CocaError, match=message):
-        write_card(checkpoint)
+    refused(message, write_card, checkpoint)

@@ -14,6 +14,13 @@ from coca_hf.evaluate import passkey, perplexity, sample
 SLOW = ("torch", "transformers", "datasets", "matplotlib", "coca_hf")
 PERPLEXITY = "coca-eval perplexity a --lengths 8 --out b"
 COPYING = "coca-eval copying a --lengths 8 --out b"
+CALIBRATION = "calibrate-tokens=9 calibrate-block=9 calibrate-passes=9 column=text split=test "
+CALIBRATION += "subset=en device=cpu seed=1"
+LAYERS_AND_PAIRS = {  # values that they do not take, and what is expected
+    "keep-layers": ("x 1;2 -1,0 auto,1 6:out", ""),
+    "content-pairs": ("x -1 1.5 3,4", "how many of a head's pairs"),
+    "content-layers": ("3 6:out x 1,y", "layers by number"),
+}
 HELP = [
     "coca-convert --help",
     "coca-train --help",
@@ -58,6 +65,17 @@ WRONG = {
     "coca-convert a b --calibrate-tokens 0": "--calibrate-tokens: got 0, expected greater than or "
     "equal to 1",
     "coca-convert a": "Missing argument 'dst'",
+    "coca-convert a b --public": "--public: got it without --push-to-hub, expected both",
+    **{
+        f"coca-convert a b --{option}": f"--{option.partition('=')[0]}: got it without --calibrate, "
+        "expected both\n"
+        for option in CALIBRATION.split()
+    },
+    **{
+        f"coca-convert a b --{option}={given}": f"--{option}: got {given!r}, expected {expected}"
+        for option, (values, expected) in LAYERS_AND_PAIRS.items()
+        for given in values.split()
+    },
     "coca-convert a b --adapter c --adapter=d": "--adapter: got 'c' and 'd', expected one of them",
     "coca-eval recall a --lengths 256 --lengths 512": "--lengths: got '256' and '512', expected one of",
     "coca-convert a b --keep-layers 3, --keep-layers 5,": "--keep-layers: got '3,' and '5,', expected",

@@ -5,12 +5,12 @@ import sys
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
 from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from coca_hf import CocaLlamaForCausalLM
 from coca_hf.models.llama import CocaLlamaForSequenceClassification
 from tests.conftest import output_of
+from tests.convert.checkpoints import load_clean
 
 # 18 or 19 tokens, and </s>
 TEXTS = [f"{number} and {number} make {2 * number}." for number in range(10, 59)]
@@ -39,11 +39,8 @@ def test_sft_trains_from_a_directory_name_with_packing_and_saves_a_coca_checkpoi
     assert len(losses) == 5
     assert losses[-1] < losses[0] - 0.5
     trainer.save_model(str(tmp_path / "saved"))
-    loaded, report = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "saved", output_loading_info=True
-    )
+    loaded = load_clean(tmp_path / "saved")
     assert type(loaded) is CocaLlamaForCausalLM
-    assert not any(report.values())
     ids = torch.arange(17)[None]
     assert torch.equal(loaded(ids).logits, trainer.model.eval()(ids).logits)
 

@@ -2,19 +2,31 @@
 
 import json
 import multiprocessing
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from coca_hf import CocaError, convert_checkpoint
+from coca_hf import convert_checkpoint
+from tests.conftest import TINY, refused
 
 PROCESSES = multiprocessing.get_context("forkserver")
 # they and their imports would otherwise be imported by each process
 PROCESSES.set_forkserver_preload(
     ["coca_hf", *(f"tests.convert.test_{name}" for name in ("interrupted", "destination"))]
 )
+
+
+def save_llama(directory, seed=2, **fields):
+    """A LLaMA with random weights, by default of the sizes `TINY`."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(**(TINY | {"vocab_size": 101, "initializer_range": 0.2} | fields))
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
 
 
 def exit_code_of(function, *arguments):
@@ -27,6 +39,17 @@ def exit_code_of(function, *arguments):
 
 class Stop(BaseException):
     """Like KeyboardInterrupt, at a chosen moment."""
+
+
+def interrupt(src, dst, share, **options):
+    """Convert until `share` of the bytes are written."""
+
+    def stop(done, total):
+        if done > share * total:
+            raise Stop
+
+    with pytest.raises(Stop):
+        convert_checkpoint(src, dst, progress=stop, **options)
 
 
 def edit_json(file, **fields):
@@ -51,6 +74,13 @@ def weights_of(directory):
     """All tensors by name, from all files."""
     files = sorted(directory.glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def load_clean(directory, auto=AutoModelForCausalLM, **options):
+    """The model of a checkpoint that has all of its weights and no others."""
+    model, report = auto.from_pretrained(directory, output_loading_info=True, **options)
+    assert not any(report.values())
+    return model
 
 
 def record_of(directory, name="conversion.json"):
@@ -96,7 +126,15 @@ def full_disk(monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: full)
 
 
-def refuses(message, *arguments, **options):
-    """Claim that `convert_checkpoint` raises a CocaError which matches `message`."""
-    with pytest.raises(CocaError, match=message):
-        convert_checkpoint(*arguments, **options)
+def content_of(place):
+    """What is at a path: nothing, a file, or a directory with its files."""
+    return os.path.lexists(place), files_of(Path(place)) if os.path.isdir(place) else None
+
+
+def refuses(message, src, dst, *arguments, **options):
+    """Claim that `convert_checkpoint` raises a CocaError which matches `message`, and leaves `dst`
+    as it was.
+    """
+    before = content_of(dst)
+    refused(message, convert_checkpoint, src, dst, *arguments, **options)
+    assert content_of(dst) == before

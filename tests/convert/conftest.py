@@ -14,7 +14,7 @@ from coca_hf.convert.config import Form
 from coca_hf.convert.layer_pairs import LayerPairs
 from coca_hf.convert.layout import Layout
 from coca_hf.convert.source import open_source
-from tests.convert.checkpoints import write_text
+from tests.convert.checkpoints import content_of, write_text
 from tests.models.families import stock_model
 
 
@@ -46,12 +46,16 @@ def converts(convert):
 
 @pytest.fixture
 def refusal(convert):
-    """Run `coca-convert`, which ends with code 2 and one line; returns that line."""
+    """Run `coca-convert`, which ends with code 2 and one line, and leaves its destination as it was;
+    returns that line.
+    """
 
-    def run(*arguments):
-        code, printed = convert(*arguments)
+    def run(src, dst, *options):
+        before = content_of(dst)
+        code, printed = convert(src, dst, *options)
         assert (code, printed.count("\n")) == (2, 1), printed
         assert printed.startswith("error: ")
+        assert content_of(dst) == before
         return printed
 
     return run

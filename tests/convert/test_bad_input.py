@@ -132,6 +132,7 @@ ARGUMENTS = {
     "{source}/config.json dst": "got a file, expected a checkpoint directory",
     "{source} dst --revision main": "--revision: got 'main' for",
     "{coca} dst": "got a CoCA checkpoint already",
+    f"{{source}} {'y' * 250}": "y.incomplete: cannot be used (File name too long)",
 }
 
 
@@ -142,7 +143,6 @@ def test_wrong_argument_is_one_line_and_exit_code_2(
     monkeypatch.chdir(tmp_path)
     words = (word.format(source=source, coca=tiny_coca_dir) for word in arguments.split())
     assert message in refusal(*words)
-    assert not (tmp_path / "dst").exists()
 
 
 def test_wrong_option_from_python_is_refused(source, tmp_path):
@@ -150,7 +150,6 @@ def test_wrong_option_from_python_is_refused(source, tmp_path):
     refuses(message, source, tmp_path / "dst", constraint="loose")
     message = "--dtype: got 'int4', expected auto, float32, bfloat16, float16"
     refuses(message, source, tmp_path / "dst", dtype="int4")
-    assert not (tmp_path / "dst").exists()
 
 
 NAMES = {
@@ -174,30 +173,19 @@ def test_path_that_cannot_be_used_is_refused_at_once(source, tmp_path, refusal, 
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    {
-        "src": "got an empty name of a checkpoint, expected a directory, a file or a hub id",
-        "adapter": "got an empty name of a checkpoint, expected a directory, a file or a hub id",
-        "calibrate_on": "got an empty name of a source, expected a file, a directory, a glob of them",
-    }.items(),
-)
-def test_an_empty_name_is_refused(source, tmp_path, monkeypatch, argument, message):
+@pytest.mark.parametrize("argument", ["src", "adapter", "calibrate_on"])
+def test_an_empty_name_is_refused(source, tmp_path, monkeypatch, argument):
     monkeypatch.chdir(source)  # which an empty path would mean
+    message = "got an empty name of a checkpoint, expected a directory, a file or a hub id"
+    if argument == "calibrate_on":
+        message = "got an empty name of a source, expected a file, a directory, a glob of them"
     refuses(message, **({"src": source, "dst": tmp_path / "dst"} | {argument: ""}))
-    assert not (tmp_path / "dst").exists()
 
 
 def test_an_empty_word_of_a_command_is_refused(source, tmp_path, refusal):
     said = "got an empty word, expected a value; is a variable unset?"
     assert f"argument 1: {said}" in refusal("", tmp_path / "dst")
     assert f"--calibrate: {said}" in refusal(source, tmp_path / "dst", "--calibrate", "")
-    assert not (tmp_path / "dst").exists()
-
-
-def test_destination_with_too_long_a_name_for_its_staging_is_refused(source, tmp_path, refusal):
-    printed = refusal(source, tmp_path / ("y" * 250))
-    assert "y.incomplete: cannot be used (File name too long)" in printed
 
 
 def test_names_that_rich_would_take_for_markup_are_printed_as_they_are(source, tmp_path, converts):

@@ -11,7 +11,8 @@ from functools import partial
 import pytest
 
 from coca_hf import convert_checkpoint
-from tests.convert.checkpoints import Stop, exit_code_of, files_of, record_of, refuses, write
+from tests.conftest import refused
+from tests.convert.checkpoints import exit_code_of, files_of, interrupt, record_of, refuses, write
 
 
 def once(action):
@@ -53,9 +54,9 @@ def test_what_appears_at_the_destination_meanwhile_is_kept_and_the_rerun_continu
     tiny_llama_dir, tmp_path, appear, overwrite
 ):
     dst = tmp_path / "dst"
-    progress = once(lambda: appear(dst))
     message = r"dst: not written: something appeared there .* the same command continues"
-    refuses(message, tiny_llama_dir, dst, overwrite=overwrite, progress=progress)
+    options = {"overwrite": overwrite, "progress": once(lambda: appear(dst))}
+    refused(message, convert_checkpoint, tiny_llama_dir, dst, **options)
     assert "theirs" in {file.read_text() for file in (dst, *dst.rglob("*")) if file.is_file()}
     dst.rename(tmp_path / "theirs")
     weights = (tmp_path / ".dst.incomplete" / "checkpoint" / "model.safetensors").stat()
@@ -80,7 +81,8 @@ def test_overwrite_keeps_a_checkpoint_that_changed_meanwhile(tiny_llama_dir, old
         changed.update(files_of(old))
 
     message = "the checkpoint there changed meanwhile, and is left as it is; what is fini"
-    refuses(message, tiny_llama_dir, old, overwrite=True, progress=once(act))
+    options = {"overwrite": True, "progress": once(act)}
+    refused(message, convert_checkpoint, tiny_llama_dir, old, **options)
     assert files_of(old) == changed
     assert b"theirs" in changed.values()
     convert_checkpoint(tiny_llama_dir, old, overwrite=True)
@@ -99,10 +101,9 @@ def test_what_takes_the_place_of_a_checkpoint_that_is_being_replaced_is_kept_bes
     for overwrite in (False, True):
         message = r"dst: appeared while .* is kept in .*replaced; move one of them"
         refuses(message, tiny_llama_dir, old, overwrite=overwrite)
-        assert (old / "config.json").read_text() == "theirs"
         assert (staging / "replaced" / "config.json").read_text() == "old"
     old.rename(tmp_path / "theirs")
-    refuses("exists and is left as it is", tiny_llama_dir, old)
+    refused("exists and is left as it is", convert_checkpoint, tiny_llama_dir, old)
     assert (old / "config.json").read_text() == "old"
 
 
@@ -148,7 +149,6 @@ def test_a_mount_point_is_refused_before_the_work(tmp_path, tiny_llama_dir, monk
     monkeypatch.setattr("coca_hf.convert.conversion.open_source", None)
     try:
         refuses("a file system is mounted there", tiny_llama_dir, dst, overwrite=True)
-        assert (dst / "config.json").read_text() == "old"
     finally:
         subprocess.run(["umount", "--lazy", dst], check=True)
 
@@ -162,15 +162,7 @@ def test_an_empty_directory_is_replaced_with_overwrite(tiny_llama_dir, tmp_path)
 @pytest.fixture
 def interrupted(tiny_llama_dir, tmp_path):
     """The staging directory of an interrupted conversion with finished shards."""
-    seen = []
-
-    def stop(done, total):
-        seen.append(done)
-        if done > total * 0.8:
-            raise Stop
-
-    with pytest.raises(Stop):
-        convert_checkpoint(tiny_llama_dir, tmp_path / "dst", max_shard_size="20KB", progress=stop)
+    interrupt(tiny_llama_dir, tmp_path / "dst", 0.8, max_shard_size="20KB")
     assert len((tmp_path / ".dst.incomplete" / "manifest.jsonl").read_text().splitlines()) > 2
     return tmp_path / ".dst.incomplete"
 
@@ -215,7 +207,6 @@ def test_a_staging_directory_with_a_link_in_it_is_refused_and_what_it_leads_to_k
     message = r"is in the way, expected what coca-convert makes there; remove it"
     refuses(message, tiny_llama_dir, tmp_path / "dst", max_shard_size="20KB")
     assert files_of(victim) == before
-    assert not (tmp_path / "dst").exists()
 
 
 def test_the_staging_directory_is_private_and_the_destination_follows_the_umask(
@@ -257,10 +248,8 @@ def test_a_source_in_its_own_staging_directory_is_refused(tiny_llama_dir, tmp_pa
 @pytest.mark.parametrize("name", [".git", "runs", "additional_chat_templates/notes.txt"])
 def test_overwrite_deletes_nothing_that_is_no_part_of_a_checkpoint(name, tiny_llama_dir, old):
     write(old / name, "mine") if name.endswith(".txt") else (old / name).mkdir()
-    before = files_of(old)
     message = f"--overwrite would delete {name}, which is no part of a checkpoint"
     refuses(message, tiny_llama_dir, old, overwrite=True)
-    assert files_of(old) == before
     (old / name).unlink() if name.endswith(".txt") else (old / name).rmdir()
     convert_checkpoint(tiny_llama_dir, old, overwrite=True)
 
@@ -269,7 +258,6 @@ def test_overwrite_deletes_no_text_that_it_is_calibrated_on(tiny_llama_dir, old,
     inside = text.rename(old / "text.txt")
     message = "is the source itself or holds it, or the text of --calibrate"
     refuses(message, tiny_llama_dir, old, overwrite=True, calibrate_on=str(inside))
-    assert inside.is_file()
 
 
 def test_a_replaced_checkpoint_that_cannot_be_removed_does_not_undo_the_new_one(
@@ -282,7 +270,7 @@ def test_a_replaced_checkpoint_that_cannot_be_removed_does_not_undo_the_new_one(
     by_name = {"replaced": refuse}
     monkeypatch.setattr(shutil, "rmtree", lambda path: by_name.get(path.name, remove)(path))
     message = r"dst: is written; but what is left .* cannot be removed: .*replaced"
-    refuses(message, tiny_llama_dir, old, overwrite=True)
+    refused(message, convert_checkpoint, tiny_llama_dir, old, overwrite=True)
     assert record_of(old, "config.json")["model_type"] == "coca_llama"
 
 

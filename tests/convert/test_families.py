@@ -15,7 +15,7 @@ from coca_hf import AlibiLlamaConfig, AlibiLlamaForCausalLM, convert_checkpoint,
 from coca_hf.convert.config import FAMILIES
 from coca_hf.models.attention import QUERY_SCALE, coca_key, coca_query
 from tests.conftest import output_of
-from tests.convert.checkpoints import edit_config, edit_weights, refuses
+from tests.convert.checkpoints import edit_config, edit_weights, load_clean, refuses
 from tests.models.families import (
     CASES,
     EVERY_CASE_UNDER_ONE_CONSTRAINT,
@@ -35,8 +35,7 @@ def test_converted_checkpoint_loads_clean_is_the_patched_model_and_has_the_refer
     converted, case, constraint
 ):
     src, dst, record = converted(case, constraint)
-    model, info = AutoModelForCausalLM.from_pretrained(dst, output_loading_info=True)
-    assert not any(info.values())
+    model = load_clean(dst)
     assert type(model) is FAMILIES[CASES[case][0]].coca_causal_lm
     assert model.config.coca_constraint == constraint
     assert sum(p.numel() for p in model.parameters()) == record["parameters"]["after"]
@@ -226,7 +225,6 @@ def test_what_the_released_layout_does_not_have_is_refused(tmp_path, found, fiel
     write_golden(tmp_path / "src", "neox", **fields)
     message = f"got the released CoCA layout with {found}, expected"
     refuses(message, tmp_path / "src", tmp_path / "dst", released=True, **options)
-    assert not (tmp_path / "dst").exists()
 
 
 @pytest.mark.parametrize("case", ["mha", "dynamic"])
@@ -234,7 +232,6 @@ def test_a_rotary_base_that_the_released_llama_ignores_is_refused(tmp_path, case
     write_golden(tmp_path / "src", case, rope_theta=500000.0)
     message = "rope_theta=500000, which the authors' code ignores: it computes with 10000; set that"
     refuses(message, tmp_path / "src", tmp_path / "dst")
-    assert not (tmp_path / "dst").exists()
 
 
 def test_the_released_layout_of_another_family_is_refused(tmp_path, converted):
@@ -291,7 +288,6 @@ def test_what_coca_does_not_support_is_refused_by_name(tmp_path, converted, case
     source = shutil.copytree(converted(case)[0], tmp_path / "src")
     edit_config(source, **UNSUPPORTED[case][message])
     refuses(message, source, tmp_path / "dst")
-    assert not (tmp_path / "dst").exists()
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,11 @@ import struct
 import time
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from coca_hf import CocaError, convert_checkpoint
 from coca_hf.weights import parse_size
-from tests.convert.checkpoints import edit_json, files_of, index
+from tests.convert.checkpoints import edit_json, files_of, index, save_llama
 
 K0 = "model.layers.0.self_attn.k_proj.weight"
 
@@ -21,12 +20,9 @@ K0 = "model.layers.0.self_attn.k_proj.weight"
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A checkpoint of one layer and no tokenizer."""
-    torch.manual_seed(4)
     sizes = {"vocab_size": 31, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
-    directory = tmp_path_factory.mktemp("hostile") / "small"
-    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(directory)
-    return directory
+    return save_llama(tmp_path_factory.mktemp("hostile") / "small", **sizes)
 
 
 @pytest.fixture

@@ -6,29 +6,21 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from coca_hf import CocaError, convert_checkpoint
 from coca_hf.evaluate import loaded_model
 from coca_hf.models.rotary import ntk_base
-from tests.conftest import TINY
 from tests.convert.checkpoints import (
     assert_same_weights,
     edit_config,
     edit_json,
     record_of,
     refuses,
+    save_llama,
 )
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 5000.0, "factor": 3.0}
-
-
-def saved(directory, **fields):
-    torch.manual_seed(2)
-    LlamaForCausalLM(
-        LlamaConfig(**(TINY | {"vocab_size": 101, "initializer_range": 0.2} | fields))
-    ).save_pretrained(directory)
-    return directory
 
 
 def logits(directory, length, **options):
@@ -43,10 +35,18 @@ def logits(directory, length, **options):
         ("slack", 192, {"original_max_position_embeddings": 32}),
     ],
 )
-def test_logits_equal_dynamic_ntk_for_that_length_everywhere(tmp_path, constraint, length, given):
-    saved(tmp_path / "src", rope_parameters=DYNAMIC | given)
+def test_weights_of_coca_stay_and_logits_equal_dynamic_ntk_for_that_length_everywhere(
+    tmp_path, constraint, length, given
+):
+    fields = {"attention_bias": True, "tie_word_embeddings": True}
+    save_llama(tmp_path / "src", rope_parameters=DYNAMIC | given, **fields)
     convert_checkpoint(tmp_path / "src", tmp_path / "dynamic", constraint)
-    convert_checkpoint(tmp_path / "dynamic", tmp_path / "from-coca", ntk_length=length)
+    options = {"ntk_length": length, "max_shard_size": "40KB"}
+    record = convert_checkpoint(tmp_path / "dynamic", tmp_path / "from-coca", **options)
+    assert (record["constraint"], record["source_format"]) == (constraint, "safetensors, CoCA")
+    assert "none: all weights are those of the source" in record["start"]["rule"]
+    assert len(list((tmp_path / "from-coca").glob("*.safetensors"))) > 2
+    assert_same_weights(tmp_path / "dynamic", tmp_path / "from-coca")
     convert_checkpoint(tmp_path / "src", tmp_path / "from-llama", constraint, ntk_length=length)
     expected = logits(tmp_path / "dynamic", length, rope_length=length)
     for name in ("from-coca", "from-llama"):
@@ -57,7 +57,7 @@ def test_logits_equal_dynamic_ntk_for_that_length_everywhere(tmp_path, constrain
 
 
 def test_plain_rope_takes_length_over_trained_length_as_factor(tmp_path):
-    saved(tmp_path / "src", rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
+    save_llama(tmp_path / "src", rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
     record = convert_checkpoint(tmp_path / "src", tmp_path / "dst", ntk_length=256)
     base = ntk_base(5000.0, 4.0, 256, 64, 8)
     assert record["rope"] == {
@@ -73,7 +73,7 @@ def test_plain_rope_takes_length_over_trained_length_as_factor(tmp_path):
         "rope_theta": base,
         "original_max_position_embeddings": 64,
     }
-    saved(tmp_path / "src-dynamic", rope_parameters=DYNAMIC | {"factor": 4.0})
+    save_llama(tmp_path / "src-dynamic", rope_parameters=DYNAMIC | {"factor": 4.0})
     convert_checkpoint(tmp_path / "src-dynamic", tmp_path / "dynamic")
     expected = logits(tmp_path / "dynamic", 256, rope_length=256)
     assert (logits(tmp_path / "dst", 256) - expected).abs().max() < 2e-4 * expected.abs().max()
@@ -83,7 +83,7 @@ def test_a_plan_and_the_cards_of_later_conversions_name_the_base_and_the_calibra
     tmp_path, tiny_tokenizer, text, converts
 ):
     rope = {"rope_type": "default", "rope_theta": 1e4}
-    saved(tmp_path / "src", rope_parameters=rope, vocab_size=len(tiny_tokenizer))
+    save_llama(tmp_path / "src", rope_parameters=rope, vocab_size=len(tiny_tokenizer))
     tiny_tokenizer.save_pretrained(tmp_path / "src")
     base = "made from 10,000 for 64 by dynamic NTK"
     options = "--calibrate", text, "--calibrate-tokens", "64"
@@ -98,18 +98,6 @@ def test_a_plan_and_the_cards_of_later_conversions_name_the_base_and_the_calibra
         assert "fitted to the original's attention on 64 tokens of text" in card
         assert ("all with the base from before" in card) is (name == "once")
         assert base in card
-
-
-def test_weights_of_a_coca_source_are_copied_unchanged_in_any_shards(tmp_path):
-    saved(tmp_path / "src", tie_word_embeddings=True, attention_bias=True)
-    convert_checkpoint(tmp_path / "src", tmp_path / "coca", "strict")
-    options = {"ntk_length": 100, "max_shard_size": "40KB"}
-    record = convert_checkpoint(tmp_path / "coca", tmp_path / "dst", **options)
-    assert len(list((tmp_path / "dst").glob("*.safetensors"))) > 2
-    assert_same_weights(tmp_path / "coca", tmp_path / "dst")
-    assert record["constraint"] == "strict"
-    assert record["source_format"] == "safetensors, CoCA"
-    assert "none: all weights are those of the source" in record["start"]["rule"]
 
 
 def test_tokenizer_length_training_record_and_trained_length_come_along(tmp_path, tiny_coca_dir):
@@ -130,8 +118,12 @@ def test_tokenizer_length_training_record_and_trained_length_come_along(tmp_path
         loaded_model.check_rope(model, loaded_model.parse_ropes("dynamic:2")[0])
 
 
-def test_loading_an_export_warns_of_nothing(tmp_path, tiny_coca_dir, monkeypatch):
+def test_an_export_is_not_baked_again_and_loading_it_warns_of_nothing(
+    tmp_path, tiny_coca_dir, monkeypatch
+):
     convert_checkpoint(tiny_coca_dir, tmp_path / "dst", ntk_length=128)
+    message = "got a checkpoint with an NTK base for 128 tokens already"
+    refuses(message, tmp_path / "dst", tmp_path / "twice", ntk_length=256)
     said = []
     monkeypatch.setattr(logging.Logger, "warning", lambda _, text, *rest: said.append(str(text)))
     AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
@@ -159,7 +151,7 @@ NOT_BAKED = {  # --ntk-length, and what the source has
 @pytest.mark.parametrize("message", NOT_BAKED)
 def test_what_cannot_be_baked_is_refused(tmp_path, message):
     length, fields = NOT_BAKED[message]
-    src = saved(tmp_path / "src", **fields)
+    src = save_llama(tmp_path / "src", **fields)
     refuses(re.escape(message), src, tmp_path / "dst", ntk_length=length)
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
 
@@ -181,9 +173,3 @@ def test_coca_source_that_is_not_understood_is_refused(tmp_path, tiny_coca_dir, 
     edit_config(directory, **damage)
     refuses(re.escape(message), directory, tmp_path / "dst", ntk_length=128)
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
-
-
-def test_an_export_is_not_baked_again(tmp_path, tiny_coca_dir):
-    convert_checkpoint(tiny_coca_dir, tmp_path / "once", ntk_length=128)
-    message = "got a checkpoint with an NTK base for 128 tokens already"
-    refuses(message, tmp_path / "once", tmp_path / "twice", ntk_length=256)

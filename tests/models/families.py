@@ -217,3 +217,10 @@ def tiny_model(constraint="slack", **fields):
 
 def tokens(rows=2, length=23, seed=7):
     return torch.randint(1, 89, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(padding=slice(6)):
+    """`tokens()`, and a mask that leaves out `padding` of the second row."""
+    mask = torch.ones_like(tokens())
+    mask[1, padding] = 0
+    return tokens(), mask

@@ -7,7 +7,7 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from coca_hf import AlibiLlamaConfig, AlibiLlamaForCausalLM
 from coca_hf.models.alibi import alibi_slopes
-from tests.models.families import SHAPE, tokens
+from tests.models.families import SHAPE, padded, tokens
 
 # LLaMA's norms compute in fp32
 BACKENDS = {"eager": (torch.float32, 2e-5), "sdpa": (torch.float64, 1e-5)}
@@ -34,9 +34,7 @@ def test_logits_are_those_of_llamas_blocks_with_blooms_bias(heads, backend, monk
     """
     dtype, limit = BACKENDS[backend]
     model = alibi_model(heads, num_key_value_heads=2, attn_implementation=backend).to(dtype)
-    ids = tokens()
-    mask = torch.ones_like(ids)
-    mask[1, :6] = 0
+    ids, mask = padded()
     plain = {"rope_parameters": None, "model_type": "llama", "auto_map": None}
     fields = model.config.to_dict() | plain
     stock = LlamaForCausalLM(LlamaConfig(**fields)).to(dtype).eval()

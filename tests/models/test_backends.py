@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from coca_hf import CocaLlamaConfig, convert_checkpoint
 from coca_hf.models.rotary import CocaRotaryEmbedding
 from tests.conftest import output_of
-from tests.models.families import coca_model, stock_model, tiny_model, tokens
+from tests.models.families import coca_model, padded, stock_model, tiny_model, tokens
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -18,9 +18,7 @@ def test_flex_attention_gives_the_logits_of_eager():
     fields = {"hidden_size": 96, "initializer_range": 0.1, "coca_kept_layers": [1]}
     fields |= {"coca_content_pairs": 3, "coca_content_layers": [2]}
     model = tiny_model("strict", **fields, attn_implementation="eager")
-    ids = tokens()
-    mask = torch.ones_like(ids)
-    mask[1, :6] = 0
+    ids, mask = padded()
     expected = model(ids, attention_mask=mask).logits
     model.set_attn_implementation("flex_attention")
     # compiling it takes a minute, and is PyTorch's; on a GPU it is compiled below

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 
 from coca_hf.models.attention import CACHE
 from coca_hf.models.cache import ROOM, CocaCache, CocaStaticCache, RoomyLayer
-from tests.models.families import MENDED_CACHES, coca_model, tiny_model, tokens
+from tests.models.families import MENDED_CACHES, coca_model, padded, tiny_model, tokens
 from tests.models.test_alibi import alibi_model
 
 
@@ -123,9 +123,8 @@ OPERATIONS = {  # what is done, and the rows that are there afterwards
     "operation", ["crop", "repeat", "select", "reorder", pytest.param("reset", marks=MENDED_CACHES)]
 )
 def test_what_is_done_to_the_cache_is_done_to_angles_and_keys_of_both_widths(operation, fields):
-    model, ids = tiny_model(**fields).double(), tokens(2, 23)
-    mask = torch.ones_like(ids)
-    mask[0, :5] = 0  # so that the rows' angles differ
+    model = tiny_model(**fields).double()
+    ids, mask = padded()  # so that the rows' angles differ
     (do, rows), logits = OPERATIONS[operation], []
     for cache in (CocaCache(model.config), DynamicCache(config=model.config)):
         model(ids[:, :16], attention_mask=mask[:, :16], **{CACHE: cache})

@@ -11,12 +11,13 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from coca_hf import CocaLlamaConfig, patch_
-from coca_hf.errors import CocaError
 from coca_hf.models.attention import CACHE, KeptAttention
+from tests.conftest import refused
 from tests.models.families import (
     EVERY_CASE,
     EVERY_CASE_UNDER_ONE_CONSTRAINT,
     coca_model,
+    padded,
     stock_model,
     tokens,
 )
@@ -27,11 +28,9 @@ LOGITS = {"do_sample": False, "return_dict_in_generate": True, "output_logits": 
 @EVERY_CASE
 def test_a_model_that_keeps_all_layers_is_the_original(case):
     stock = stock_model(case).double()
-    ids = tokens()
-    mask = torch.ones_like(ids)
-    mask[1, 17:] = 0
+    ids, mask = padded(slice(17, None))
     expected = stock(ids, attention_mask=mask).logits
-    kept = patch_(copy.deepcopy(stock), keep_layers=[0, 1, 2])
+    kept = patch_(copy.deepcopy(stock), keep_layers=[0, 1, 2], content_pairs=2)
     assert not any("t_proj" in name for name, _ in kept.named_parameters())
     assert all(isinstance(layer.self_attn, KeptAttention) for layer in kept.model.layers)
     got = kept(ids, attention_mask=mask).logits
@@ -149,8 +148,7 @@ def test_kept_layers_and_windows_that_there_cannot_be_are_refused(fields, name):
     ],
 )
 def test_a_window_that_no_layer_could_have_is_refused(case, window, layers, message):
-    with pytest.raises(CocaError, match=message):
-        patch_(stock_model(case), keep_window=window, keep_layers=layers)
+    refused(message, patch_, stock_model(case), keep_window=window, keep_layers=layers)
 
 
 @pytest.mark.parametrize("case", ["llama", "mistral", "qwen3", "granite", "neox-partial"])
