@@ -1,4 +1,5 @@
-"""Safetensors files by their headers, strict JSON, and sizes in words such as 5GB.
+"""Files of a checkpoint: safetensors by their headers, pickles, strict JSON, and the records of
+conversion and training; and sizes in words such as 5GB.
 
 Nothing here trusts what it reads, because it reads other people's checkpoints. Files are not mapped
 into memory: a file that shrinks would be a SIGBUS instead of an error, and its pages would count as

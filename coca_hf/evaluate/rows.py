@@ -166,7 +166,7 @@ class RowStore:
     """
 
     def __init__(self, out_dir: Path):
-        self.out_dir, self._began = out_dir, now()
+        self.out_dir = out_dir
         found: list[Any] = [None, None]
         if processes().is_main_process:
             try:
@@ -250,8 +250,7 @@ class RowStore:
         except CocaError:  # the file was edited; what is measured must not be lost
             return []
         key = partial(marked, row_type, IDENTITY)
-        new = (row for row in there if str(row.get("date", "")) >= self._began)
-        theirs = latest(filter(_counts, new), key)
+        theirs = latest((row for row in there if _counts(row) and row not in self._rows), key)
         return [theirs[key(row)] for row in rows] if {*map(key, rows)} <= theirs.keys() else []
 
     def _write(self, rows: list[dict], files: dict[str, list[dict]]) -> None:

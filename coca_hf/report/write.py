@@ -4,7 +4,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 
@@ -181,7 +180,9 @@ def not_together(tables: Sequence[Table]) -> list[str]:
 def _changed(tables: Sequence[Table]) -> list[str]:
     """Notices about models whose numbers were measured on several states of files or documents."""
     files = _states(tables, "fingerprint")
-    documents = dict(chain(*(_states([table], "data_hash").items() for table in tables)))
+    documents: dict[str, int] = {}
+    for table in tables:
+        documents |= _states([table], "data_hash")
     return [
         f"{model}: its rows are of {count} states of {what}; of each measurement the latest row is "
         f"shown, so numbers of one line may not belong together."

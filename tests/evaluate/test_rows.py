@@ -12,7 +12,6 @@ from coca_hf.evaluate import rows
 from coca_hf.evaluate.passkey import PasskeyRow
 from coca_hf.evaluate.perplexity import PerplexityRow
 from coca_hf.evaluate.rows import RowStore
-from coca_hf.provenance import now
 from coca_hf.report.read import read_tables
 from tests.report import made
 
@@ -90,7 +89,7 @@ def test_rows_that_two_commands_write_at_once_are_all_kept_whole(tmp_path, monke
 def test_a_row_that_another_command_has_written_meanwhile_is_not_written_again(tmp_path):
     """Nor are its raw tables, unless that row ran out of memory."""
     stores = [RowStore(tmp_path) for _ in range(3)]
-    made = [ROW | {"date": now(), "value": value} for value in (None, 0.25, 0.5)]
+    made = [ROW | {"value": value} for value in (None, 0.25, 0.5)]
     made[0]["error"] = "OOM: one sequence alone does not fit"
     first, second, third = (
         store.append(PasskeyRow, row, {"cases": [{"case": row["value"]}]})
