@@ -138,14 +138,18 @@ def noted_inputs(out_dir: Path, recipe: Recipe) -> dict[str, Any] | None:
     of each source that is a data set on the hub, otherwise None; `hub`, the models on the hub with
     their commits.
 
-    Raises CocaError if the file is damaged.
+    Raises CocaError if the file is missing or damaged.
     """
-    path = out_dir / INPUTS
-    if not (path.exists() and _is_used(out_dir, recipe)):
+    if not _is_used(out_dir, recipe):
         return None
+    path, remedy = out_dir / INPUTS, "restore the file, or choose another --out"
+    if not path.exists():
+        raise CocaError(
+            f"{path}: missing, expected the record of the data and models that the run began with; "
+            f"{remedy}"
+        )
     inputs = read_json(path)
     commits, hub, count = inputs.get("commits"), inputs.get("hub", {}), len(recipe.data.sources)
-    remedy = "restore the file, or choose another --out"
     if not (isinstance(hub, dict) and all(isinstance(name, str) for name in hub.values())):
         raise CocaError(f"{path}: got hub {short(hub)}, expected names of models; {remedy}")
     if commits is not None and not (isinstance(commits, list) and len(commits) == count):

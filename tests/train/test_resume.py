@@ -276,7 +276,8 @@ def change_epsilon(config: Path) -> None:
 def first_stage(unbroken, tmp_path) -> Path:
     """OUT with the first stage of the unbroken run."""
     shutil.copytree(unbroken / "1-k", tmp_path / "out/1-k")
-    shutil.copy(unbroken / "recipe.yaml", tmp_path / "out")
+    for name in ("recipe.yaml", "inputs.json"):
+        shutil.copy(unbroken / name, tmp_path / "out")
     return tmp_path / "out"
 
 
@@ -488,6 +489,16 @@ def test_a_damaged_record_is_named(train, first_stage, name):
         (first_stage / name).write_text(content)
         with pytest.raises(CocaError, match=f"{name}: "):
             train(stage=None, resume=True)
+
+
+def test_a_run_without_the_record_of_its_inputs_is_refused_because_they_may_be_others(
+    train, first_stage
+):
+    (first_stage / "inputs.json").unlink()
+    message = r"inputs\.json: missing, expected .* that the run began with; restore the file, or"
+    with pytest.raises(CocaError, match=message):
+        train(stage=None, resume=True)
+    assert sorted(path.name for path in first_stage.iterdir()) == ["1-k", "recipe.yaml"]
 
 
 def trained():
