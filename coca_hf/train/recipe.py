@@ -107,7 +107,7 @@ NOT_SET = {
 }
 _LEAST = {
     **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), 1),
-    **dict.fromkeys(("save_steps", "logging_steps"), 1),
+    **dict.fromkeys(("save_steps", "save_total_limit", "logging_steps", "ddp_timeout"), 1),
     **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm", "neftune_noise_alpha"), 0),
 }
 # All other keys of a stage are training options
