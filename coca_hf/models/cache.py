@@ -19,9 +19,11 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from .attention import ContentPairs, own_angles, rectified, scaled_key, unit_key
+from .attention import CACHE, ContentPairs, own_angles, rectified, scaled_key, unit_key
 
 ROOM = 256  # tokens
+# fields of a model's config that its keys depend on
+KEY_FIELDS = "coca_constraint", "coca_kept_layers", "coca_content_pairs", "coca_content_layers"
 Place = tuple[torch.device, ContentPairs]  # of layers that share their angles
 
 
@@ -33,10 +35,22 @@ class HalfWidth(Cache):
     crop, repeat, select, reset) is then done to them as well.
     """
 
-    def hold_angles(self, constraint: str, new_layer: Callable[[], CacheLayerMixin]) -> None:
-        self.constraint, self.new_layer = constraint, new_layer
+    def hold_angles(self, config, new_layer: Callable[[], CacheLayerMixin]) -> None:
+        self.constraint, self.new_layer = config.coca_constraint, new_layer
+        self.made_for = {name: getattr(config, name) for name in KEY_FIELDS}
         self.angles: dict[Place, CacheLayerMixin] = {}
         self.first_layers: dict[Place, int] = {}
+
+    def check_keys_of(self, config) -> None:
+        """Raises ValueError if a model of `config` has other keys than the model that the cache was
+        made for.
+        """
+        for name, made_for in self.made_for.items():
+            if (own := getattr(config, name)) != made_for:
+                raise ValueError(
+                    f"{CACHE}: got keys of a model with {name} {made_for}, expected {own}; start again "
+                    "without the old cache"
+                )
 
     def update(
         self,
@@ -97,7 +111,7 @@ class CocaCache(HalfWidth, DynamicCache):
             self.layers: list[CacheLayerMixin] = [
                 RoomyLayer() if type(layer) is DynamicLayer else layer for layer in self.layers
             ]
-        self.hold_angles(config.coca_constraint, RoomyLayer)
+        self.hold_angles(config, RoomyLayer)
         # the cosines that the unit keys were computed from, and the unit keys
         self.held_unit_keys: dict[Place, tuple[Tensor, Tensor]] = {}
 
@@ -178,4 +192,4 @@ class CocaStaticCache(HalfWidth, StaticCache):
                 "CocaStaticCache: got a model with sliding windows, expected one without; use "
                 "StaticCache"
             )
-        self.hold_angles(config.coca_constraint, partial(StaticLayer, max_cache_len))
+        self.hold_angles(config, partial(StaticLayer, max_cache_len))

@@ -45,7 +45,7 @@ from .attention import (
     cache_of,
     layer_types,
 )
-from .cache import CocaCache, CocaStaticCache
+from .cache import CocaCache, CocaStaticCache, HalfWidth
 from .hub import PushesItsCard
 from .rotary import (
     LENGTH_DEPENDENT_ROPE_TYPES,
@@ -556,9 +556,11 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
         Cached keys keep the angles they were computed with, so all keys have those of
         `rope_length`, the planned total length: the one passed to `generate`, that of the cache
         passed to it, or prompt and new tokens. Raises ValueError if more tokens are asked for than
-        were planned, and for a cache without a plan.
+        were planned, for a cache without a plan, and for one of a model with other keys.
         """
         given = model_kwargs.get(CACHE)
+        if isinstance(given, HalfWidth):
+            given.check_keys_of(self.config)
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )

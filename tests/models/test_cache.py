@@ -58,6 +58,28 @@ def test_a_cache_of_a_name_that_the_code_does_not_know_is_refused(make):
         model(tokens(1, 1), renamed=DynamicCache(config=model.config))
 
 
+OTHER_KEYS = {
+    "coca_constraint": ({"constraint": "strict"}, "strict, expected slack"),
+    "coca_kept_layers": ({"coca_kept_layers": [1]}, r"\[1\], expected \[\]"),
+    "coca_content_pairs": ({"coca_content_pairs": 2}, "2, expected 0"),
+    "coca_content_layers": ({"coca_content_layers": [2]}, r"\[2\], expected \[\]"),
+}
+
+
+@pytest.mark.parametrize("make", [CocaCache, partial(CocaStaticCache, max_cache_len=32)])
+@pytest.mark.parametrize("name", OTHER_KEYS)
+def test_generate_refuses_the_cache_of_a_model_with_other_keys(name, make):
+    fields, message = OTHER_KEYS[name]
+    other, ids = tiny_model(**fields), tokens(1, 9)
+    cache = make(other.config)
+    other(ids[:, :8], **{CACHE: cache})
+    other.generate(ids, max_new_tokens=2, **{CACHE: cache})
+    with pytest.raises(
+        ValueError, match=f"{CACHE}: got keys of a model with {name} {message}; start"
+    ):
+        tiny_model().generate(tokens(1, 12), max_new_tokens=2, **{CACHE: cache})
+
+
 # a half-width cache has its angles from layer 0
 KEPT = {"coca_kept_layers": [0], "coca_content_pairs": 2, "coca_content_layers": [2]}
 MODES = [
