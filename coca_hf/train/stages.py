@@ -270,9 +270,10 @@ def _run_stage(recipe: Recipe, stage: ResolvedStage, blocks: Blocks, stop: StopR
         with wandb_run(arguments, place["run_id"]):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except OSError as error:  # of other loggers, such as TensorBoard, on a full disk
+        elsewhere = os.environ.get("TENSORBOARD_LOGGING_DIR")
+        where = f"{stage.directory} or {elsewhere}" if elsewhere else stage.directory
         raise CocaError(
-            f"{stage.directory}: {one_line(error)}; what was saved before is untouched: continue "
-            "with --resume"
+            f"{where}: {one_line(error)}; what was saved before is untouched: continue with --resume"
         ) from error
     if (step := trainer.state.global_step) < arguments.max_steps:
         raise Stopped(trainer.stopping, step)

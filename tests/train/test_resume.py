@@ -207,8 +207,10 @@ def test_a_disk_that_is_full_at_any_place_is_one_line_and_the_run_continues_with
         refused(r"1-k/trainer: cannot be written \(0.01 MB needed, \S+ GB free\): ", None)
     with monkeypatch.context() as patch:
         patch.setattr("transformers.integrations.TensorBoardCallback.on_log", log_on_a_full_disk)
-        message = r"1-k: \[Errno 28\] No space left on device"
-        refused(message, None, "training.report_to=tensorboard")
+        message = r"\[Errno 28\] No space left on device"
+        refused(f"1-k: {message}", None, "training.report_to=tensorboard")
+        patch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "boards"))
+        refused(rf"1-k or \S+/boards: {message}", None, "training.report_to=tensorboard")
     with monkeypatch.context() as patch:
         real, free = shutil.disk_usage, chain([10**9], repeat(20))
         usage = "coca_hf.train.run_directory.shutil.disk_usage"
