@@ -38,6 +38,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from accelerate.utils import DynamoBackend
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -53,6 +54,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 from torch.utils.checkpoint import checkpoint
 from transformers import TrainingArguments
+from transformers.utils.logging import get_log_levels_dict
 
 from coca_hf.documents import TextSource
 from coca_hf.errors import CocaError, nearest, one_line, short
@@ -553,6 +555,12 @@ def _check_arguments(where: str, options: dict[str, Any]) -> None:
         check(key, options.get(key) is None or options[key] >= least, f"at least {least}")
     for key in (*_LEAST, "max_steps"):
         check(key, (options.get(key) or 0) < 2**31, "less than 2^31")
+    levels = *get_log_levels_dict(), "passive"
+    for key in ("log_level", "log_level_replica"):
+        check(key, options.get(key, "passive") in levels, f"one of {', '.join(levels)}")
+    backends = [each.value.lower() for each in DynamoBackend]
+    backend = options.get("torch_compile_backend") or "no"
+    check("torch_compile_backend", backend.lower() in backends, f"one of {', '.join(backends)}")
     both = {"gradient_checkpointing", "activation_checkpointing"} <= options.keys()
     one = "one of it and activation_checkpointing, two names of one option"
     check("gradient_checkpointing", not both, one)
