@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from accelerate import ParallelismConfig, PartialState
-from accelerate.utils import get_int_from_env
 from torch import nn
 from transformers import (
     Adafactor,
@@ -63,8 +62,6 @@ CONSTANT = ("constant", "constant_with_warmup")  # schedules
 # fields of a config with which a model changes its logits after the head
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 OF_WHOLE_WEIGHTS = (Adafactor, torch.optim.Adagrad)
-# where launchers say how many processes there are, as Accelerate reads it
-WORLD_SIZES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
 RING_DEVICES = ("cuda",)  # those that torch's ring attention has kernels for
 FIXED_BY_WEIGHTS = {  # or fitted with them: fields of a checkpoint's config
     *("attention_bias", "head_dim", "hidden_size", "intermediate_size", "num_attention_heads"),
@@ -225,8 +222,6 @@ def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
         # transformers requires it to compute bf16 on a CPU
         options.setdefault("use_cpu", not torch.accelerator.is_available())
         options.setdefault("tf32", False)  # torch_compile would set it, for later stages too
-        if get_int_from_env(WORLD_SIZES, 1) == 1:  # Accelerate would look for processes to connect
-            options.pop("ddp_backend", None)
         with library_errors(f"{where}: the trainer does not take these options"):
             if options["use_cpu"]:  # transformers does not pass ddp_timeout on
                 timeout = timedelta(seconds=options["ddp_timeout"])

@@ -84,11 +84,6 @@ def test_eager_attention_is_that_of_sdpa(run):
     assert logged(eager) == pytest.approx(logged(sdpa), abs=1e-5)
 
 
-def test_a_backend_that_connects_processes_is_nothing_to_one_process(run):
-    (plain, _), (ours, _) = run(), run("training.ddp_backend=gloo")
-    assert_same(ours, plain, atol=0)
-
-
 def test_bfloat16_computes_close_to_float32_and_keeps_float32_weights(run):
     plain, _ = run()
     ours, _ = run("training.bf16=true")
