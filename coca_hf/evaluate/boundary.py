@@ -1,5 +1,5 @@
 """Rotary borders: the angle that queries and keys start with, and what it does to scores
-(section 2.2 and appendix B.2 of the paper).
+(section 2.2 and appendix D.2 of the paper).
 
 Letters: h query heads, g key/value heads, m query positions, n key positions, j rotary pairs, p
 sampled pairs (m, n) of positions, s distances m - n.
@@ -16,7 +16,7 @@ Theta_j = arg h_j, in [0, 2 pi), is measured counterclockwise from key to query.
 
 and not a and c, which need m < n. Angles are measured on real text, between `pairs_per_document`
 uniformly drawn positions m > n. `query_key_products.py` says how h_j of CoCA is measured. The angle
-is zero if the key is collinear with the query (eq. 6), as in strict. Slack drops the constraint of
+is zero if the key is collinear with the query (eq. 7), as in strict. Slack drops the constraint of
 eq. 11: the part of its score that depends on distance has angles between -pi/2 and pi/2, and only
 these are counted; another part depends on m + n. The bounds of the appendix do not hold for such a
 score, so slack has no table `decay`.
@@ -55,7 +55,7 @@ class BoundaryRow(TextRow):
              [2^(i-1), 2^i), the first those below 1, the last of 24 open; abnormal; and over its
              pairs of positions, sum_magnitude of |h_j|, sum_magnitude_d of those in scenario d,
              sum_magnitude_absolute of |g_j|, sum_abs_angle
-    decay    a line per layer and distance: the bounds of |a(s)| of the appendix (B.1), RoPE's
+    decay    a line per layer and distance: the bounds of |a(s)| of the appendix (D.1), RoPE's
              max_h * sum_s and CoCA's max_l * sum_c, where max_h and max_l are means, over heads and
              sampled pairs, of max |h_{j+1} - h_j| and max |l_{j+1} - l_j| with l = |h|,
              sum_s = sum_j |S_{j+1}|, sum_c = sum_j |C_{j+1}|
@@ -189,7 +189,7 @@ def decay_distances(longest: int) -> list[int]:
 
 def partial_sums(theta: Tensor, distances: list[int]) -> tuple[Tensor, Tensor]:
     """sum_j |S_{j+1}| and sum_j |C_{j+1}| at every distance, each (s,), for the bounds of appendix
-    B.1.
+    D.1 (eq. 19 and 20).
 
     S_j = sum_{k<j} exp(i s theta_k), and C_j is its real part. theta: (j,).
     """
@@ -252,7 +252,7 @@ def _decay_lines(
     ]
 
 
-# The page: figures 2 and 3 of the paper
+# The page: the scenarios of figure 3, and the borders of figure 7
 
 SLACK = (
     "The score of a CoCA-slack model has two parts: one that depends on the distance of query and "

@@ -1,5 +1,5 @@
-"""Passkey retrieval: a number hidden in irrelevant text, asked for at the end (section 4.3 of the
-paper and its appendix).
+"""Passkey retrieval: a number hidden in irrelevant text, asked for at the end (section 4.2 of the
+paper and its appendix B.1).
 
 The prompt has at most `length` tokens, with as much filler as fits. The share of it before the
 passkey is drawn uniformly or, with `depths`, lies on a grid from 0 to 1. A case depends on the

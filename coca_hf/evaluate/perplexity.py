@@ -1,4 +1,4 @@
-"""Perplexity with a sliding window (section 4.2 of the paper, after Press et al. 2021).
+"""Perplexity with a sliding window (section 4.1 of the paper, after Press et al. 2021).
 
 For a context of `length` tokens and a `stride`, windows start at 0, stride, 2 * stride, ... of a
 document. The window at `start` reads tokens [start, start + length) and predicts tokens

@@ -54,7 +54,7 @@ class Sample:
 OF_ALL = {"min_tokens": 32768, "max_tokens": 32768, "skip_short": True}
 PRESETS: dict[str, dict] = {  # arguments of `draw_sample`
     # The paper: 100 documents of PG-19 with at least 32768 tokens, cut to that length. The test
-    # split has exactly 100 documents.
+    # split has exactly 100 documents, so shorter ones are left out and not replaced.
     "pg19": {"data": "emozilla/pg19-test", "documents": 100, **OF_ALL},
     # YaRN's eval.sh: 50 of Proof-pile's test documents with at least 32768 tokens. It takes the
     # first ones; here they are drawn. Nearly all tokens are a byte or more, hence `min_bytes`.

@@ -54,15 +54,15 @@ class Table:
     """Rows of one measurement with the same settings, whose values can be compared.
 
     number: 1 for the first table of its measurement. published: values by length of each published
-    curve to show beside them. ambiguous: names of several models in all tables of a page. models:
-    the `identity` of each model of a page in order, so that a model has one colour on it; without,
-    those of the rows.
+    curve to show beside them, or its word for no value ("OOM"). ambiguous: names of several models
+    in all tables of a page. models: the `identity` of each model of a page in order, so that a
+    model has one colour on it; without, those of the rows.
     """
 
     measurement: Measurement
     rows: list[dict]
     number: int = 1
-    published: dict[str, dict[int, float | None]] = field(default_factory=dict)
+    published: dict[str, dict[int, float | str]] = field(default_factory=dict)
     ambiguous: frozenset[str] = frozenset()
     models: Sequence[tuple] = ()
 
@@ -181,7 +181,10 @@ class Table:
             name: {row["length"]: show(row) for row in rows} for name, rows in self.series.items()
         }
         for name, values in self.published.items():
-            lines[f"paper: {name}"] = {n: show({"value": value}) for n, value in values.items()}
+            lines[f"paper: {name}"] = {
+                n: value if isinstance(value, str) else show({"value": value})
+                for n, value in values.items()
+            }
         lengths = sorted({*self.lengths, *(n for line in self.published.values() for n in line)})
         columns: dict[int | None, str] = {length: str(length) for length in lengths}
         if any(row["length"] is None for row in self.rows):
@@ -295,7 +298,7 @@ def against_length(
         for curve, rows in zip(table.curves(table.values), table.series.values(), strict=True)
     ]
     for style, (name, values) in enumerate(table.published.items()):
-        known = {length: value for length, value in values.items() if value is not None}
+        known = {n: value for n, value in values.items() if not isinstance(value, str)}
         key = Key(f"paper: {name}", style=style, published=True)
         curves.append(Curve(key, [*known], [*known.values()]))
     caption = f"{table.measurement.title} against context length"

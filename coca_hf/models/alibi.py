@@ -1,4 +1,4 @@
-"""LLaMA with ALiBi instead of rotation: the paper's third baseline from scratch (its tables 1 and
+"""LLaMA with ALiBi instead of rotation: one of the paper's baselines from scratch (its tables 1 and
 2). It is not CoCA.
 
 A head adds a penalty to its scores that grows with the distance: `-slope (m - n)` (Press et al.,

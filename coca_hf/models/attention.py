@@ -152,7 +152,7 @@ def coca_key(
 
 
 def rectified(t: Tensor, content: ContentPairs) -> Tensor:
-    """One coefficient per pair, (b, g, n, j), which ReLU makes non-negative (eq. 6 and 7), except
+    """One coefficient per pair, (b, g, n, j), which ReLU makes non-negative (eq. 5 and 6), except
     in content pairs, if there are any.
     """
     return torch.where(content.mask(t), t, t.relu()) if content.exist else t.relu()
@@ -218,10 +218,10 @@ class CocaAttention(nn.Module):
     """Causal self-attention whose key is collinear with the query (section 2.3); it replaces
     `LlamaAttention`.
 
-    `t_proj` has half the rows of the `k_proj` it replaces, one coefficient per rotary pair. The
-    paper's full-width projection, averaged over each pair, is the same function: the mean is
-    linear, so it folds into the weight. A family that computes queries or coefficients differently
-    overrides `queries` or `coefficients`.
+    `t_proj` has half the rows of the `k_proj` it replaces, one coefficient per rotary pair (eq. 5
+    and 6). The released code averages a full-width projection over each pair, which is the same
+    function: the mean is linear, so it folds into the weight. A family that computes queries or
+    coefficients differently overrides `queries` or `coefficients`.
     """
 
     def __init__(self, config, layer_idx: int):

@@ -62,7 +62,7 @@ MASKS = {
 
 
 class CocaConfig(PreTrainedConfig):
-    """`coca_constraint`: `"slack"` (the paper's main results) or `"strict"` (its section 4.4).
+    """`coca_constraint`: `"slack"` (the paper's main results) or `"strict"` (its section 4.3).
 
     `coca_kept_layers`: numbers, from 0, of the layers that keep the original's attention
     (`KeptAttention`).

@@ -12,7 +12,8 @@ Two things differ from a GPT-NeoX checkpoint, and conversion handles both:
 
 The released code pairs `t` over the whole head and the rotation over its rotated part. With
 `rotary_pct` below 1, the two halves of a rotated pair then have different coefficients, and
-collinearity is lost. With the paper's `rotary_pct` of 1, both are the same function.
+collinearity is lost. With a `rotary_pct` of 1, as in eq. 1 of the paper and in the released
+configuration, both are the same function.
 """
 
 from huggingface_hub.dataclasses import strict

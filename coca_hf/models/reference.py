@@ -31,7 +31,7 @@ def coca_scores(
     content: ContentPairs = NO_CONTENT,
 ) -> Tensor:
     """CoCA scores before the division by sqrt(d), contracted from three operands (eq. 9 and 10;
-    appendix B, eq. 27).
+    appendix C, eq. 18).
 
     slack, eq. 10: `<R_m q, q o R_n [t, t]>`; strict, eq. 9: `<R_m q, (R_n q) o [t, t]>`. Content
     pairs, if there are any, add `t_j (q_j + q_{j+d/2})`.

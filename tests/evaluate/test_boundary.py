@@ -180,7 +180,7 @@ def test_the_bounds_hold_and_cocas_is_tighter():
     distances = decay_distances(300)
     sum_s, sum_c = partial_sums(theta, distances)
     assert (sum_c <= sum_s).all()
-    assert (largest_steps(h.abs()) <= largest_steps(h) + 1e-12).all()  # eq. 11 of the appendix
+    assert (largest_steps(h.abs()) <= largest_steps(h) + 1e-12).all()  # eq. 21
     for products, bound in (
         (h, largest_steps(h)[:, None] * sum_s),
         (h.abs(), largest_steps(h.abs())[:, None] * sum_c),

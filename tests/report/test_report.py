@@ -408,6 +408,10 @@ def test_published_curves_are_drawn_when_asked_for_only(run, tmp_path):
     published = "9.91 | 8.49 | 8.27 | 8.61 | 9.56 | 11.10 | 13.98"
     assert f"| paper: LLaMA-7B + dynamic NTK & CoCA | {published} |" in page
     assert "| paper: LLaMA-7B + CoCA | 1.00 | 1.00 | 1.00 | 0.71 | 0.28 | 0.11 | 0.10 |" in page
+    lost = "| paper: LLaMA-7B | 9.25 | 7.56 | 7.30 | 9673.14 | inf | inf | inf |"
+    assert lost in page  # the paper's own words for what has no number
+    alibi = markdown_of([rows], ["350m"])
+    assert "| paper: ALiBi | 0.82 | 0.65 | 0.28 | 0.18 | 0.12 | OOM | OOM |" in alibi
     assert "arXiv 2309.08646" in page
     assert "shapes can be compared, values cannot" in page
     assert "paper: " not in markdown_of([rows])
