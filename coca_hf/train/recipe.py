@@ -38,7 +38,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from accelerate.utils import DynamoBackend
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -558,9 +557,6 @@ def _check_arguments(where: str, options: dict[str, Any]) -> None:
     levels = *get_log_levels_dict(), "passive"
     for key in ("log_level", "log_level_replica"):
         check(key, options.get(key, "passive") in levels, f"one of {', '.join(levels)}")
-    backends = [each.value.lower() for each in DynamoBackend]
-    backend = options.get("torch_compile_backend") or "no"
-    check("torch_compile_backend", backend.lower() in backends, f"one of {', '.join(backends)}")
     both = {"gradient_checkpointing", "activation_checkpointing"} <= options.keys()
     one = "one of it and activation_checkpointing, two names of one option"
     check("gradient_checkpointing", not both, one)
@@ -573,6 +569,11 @@ def _check_arguments(where: str, options: dict[str, Any]) -> None:
         for name in options.get(key) or ():
             if name not in known:
                 raise ValueError(f"{where}: {key}: {_unknown_key(name, known)}")
+    if backend := options.get("torch_compile_backend"):
+        from accelerate.utils import DynamoBackend  # other recipes are read without accelerate
+
+        backends = [each.value.lower() for each in DynamoBackend]
+        check("torch_compile_backend", backend.lower() in backends, f"one of {', '.join(backends)}")
     if mode := options.get("torch_compile_mode"):
         from torch._inductor import list_mode_options  # takes a second
 
