@@ -34,6 +34,7 @@ from coca_hf.convert.config import check_generation_config, check_not_quantized,
 from coca_hf.errors import CocaError, library_errors, nearest, one_line, short
 from coca_hf.files import locked
 from coca_hf.models.attention import layer_types
+from coca_hf.models.cache import KEY_FIELDS
 from coca_hf.models.hub import TRAINING, without_paths
 from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES
 from coca_hf.precision import matrix_dtype
@@ -66,7 +67,7 @@ RING_DEVICES = ("cuda",)  # those that torch's ring attention has kernels for
 FIXED_BY_WEIGHTS = {  # or fitted with them: fields of a checkpoint's config
     *("attention_bias", "head_dim", "hidden_size", "intermediate_size", "num_attention_heads"),
     *("num_hidden_layers", "num_key_value_heads", "tie_word_embeddings", "vocab_size"),
-    *("coca_constraint", "coca_kept_layers", "coca_content_pairs", "coca_content_layers"),
+    *KEY_FIELDS,
 }
 
 
