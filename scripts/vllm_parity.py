@@ -5,6 +5,7 @@ probabilities.
     python scripts/vllm_parity.py CHECKPOINT --load plugin          # vLLM finds CoCA by coca_hf's plugin
     python scripts/vllm_parity.py CHECKPOINT --load self-contained  # the code in the checkpoint, coca_hf not imported
     python scripts/vllm_parity.py CHECKPOINT --load plugin --config '{"rope_parameters": {"rope_type": "linear", …}}'
+    python scripts/vllm_parity.py CHECKPOINT --load plugin --server="--enforce-eager --tensor-parallel-size 2"
 
 The server answers 20 prompts one after another and then all at once. Both sides are float32, and
 transformers decodes with its cache. Tokens must be equal, except that greedy decoding may branch if
@@ -16,6 +17,7 @@ or a log probability differs by more than TOLERANCE.
 import argparse
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -105,6 +107,9 @@ def main() -> None:
     parser.add_argument(
         "--config", type=json.loads, default={}, help="JSON that replaces fields of config.json"
     )
+    parser.add_argument(
+        "--server", type=shlex.split, default=["--enforce-eager"], help="options of vLLM's server"
+    )
     parser.add_argument("--venv", type=Path, default=Path(__file__).parents[1] / ".venv-vllm")
     parser.add_argument(
         "--log",
@@ -122,7 +127,8 @@ def main() -> None:
         )
         expected, lengths = complete_with_transformers(checkpoint, options.tokens)
         max_len = max(lengths) + options.tokens
-        with server(options.venv, checkpoint, options.load, log, max_len) as url:
+        arguments = [*options.server, "--max-model-len", str(max_len)]
+        with server(options.venv, checkpoint, options.load, log, arguments) as url:
             complete = partial(complete_with_vllm, url, num_tokens=options.tokens)
             one_by_one = [complete(prompt) for prompt in PROMPTS]
             with ThreadPoolExecutor(len(PROMPTS)) as pool:
@@ -206,17 +212,17 @@ def complete_with_vllm(url: str, prompt: str, num_tokens: int) -> Completion:
 
 
 @contextmanager
-def server(venv: Path, checkpoint: Path, load: str, log: Path, max_len: int) -> Iterator[str]:
-    """Run vLLM for `checkpoint` on a free port, for contexts of `max_len` tokens; yield its
-    address.
-    """
+def server(
+    venv: Path, checkpoint: Path, load: str, log: Path, arguments: list[str]
+) -> Iterator[str]:
+    """Run vLLM for `checkpoint` on a free port; yield its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(checkpoint), "--served-model-name", "coca", "--dtype", "float32"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(max_len)]
-    command += ["--enforce-eager", "--generation-config", "vllm"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--generation-config", "vllm"]
+    command += arguments
     command += ["--trust-remote-code"] * (load == "self-contained")
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
