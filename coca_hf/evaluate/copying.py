@@ -44,6 +44,7 @@ class CopyingRow(Row):
     column: Shared[str | None]
     split: Shared[str | None]
     document_names: Shared[list[str] | None]
+    max_tokens: Shared[int | None]
     data_hash: Identity[str | None]
     text_hash: str | None
 

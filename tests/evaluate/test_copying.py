@@ -100,14 +100,15 @@ def test_random_tokens_and_other_documents_have_tables_of_their_own(
     (tmp_path / "two.jsonl").write_text(2 * (json.dumps(line) + "\n"))
     options = f"--lengths 32 --cases 2 --out {tmp_path}/out"
     texts = [f"--data {tmp_path}/two.jsonl --column {column}" for column in line]
-    for data in ("", *texts, f"{texts[0]} --documents 1"):
+    for data in ("", *texts, f"{texts[0]} --documents 1", f"{texts[0]} --max-tokens 90"):
         code, _, stderr = coca_eval(f"copying {tiny_coca_dir}", options, data)
         assert code == 0, stderr
     assert coca_eval(f"report {tmp_path}/out --out {tmp_path}/page")[0] == 0
     page = (tmp_path / "page" / "report.md").read_text()
     assert "Copying: random tokens, 2 cases per length, seed 0" in page
     assert "Copied: random tokens, 2 cases per length, seed 0." in page
-    assert page.count("Copied: passages of") == 3
-    for drawn in ("2 documents", "1 document", "column code, 2 documents"):
+    assert page.count("Copied: passages of") == 4
+    cut = "2 documents cut to 90 tokens"
+    for drawn in ("2 documents", "1 document", "column code, 2 documents", cut):
         assert f"two.jsonl, {drawn}, 2 cases per length." in page
     assert "2 states" not in page
