@@ -5,6 +5,7 @@ paper's table 5 (`DIMENSIONS`); its numbers are not OpenCompass's own. `ruler` l
 RULER at those lengths: all of its tasks, or those named.
 """
 
+import copy
 import glob
 import hashlib
 import itertools
@@ -24,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from coca_hf.errors import CocaError, library_errors, nearest, one_line
 from coca_hf.evaluate.batches import Batches, NoValue
@@ -39,6 +41,7 @@ from coca_hf.evaluate.rows import Count, Identity, Row, Run, Setting
 from coca_hf.evaluate.tables import NBSP, Measurement, Table
 from coca_hf.page import Grid, Part
 from coca_hf.provenance import now, versions
+from coca_hf.tokens import around_text
 
 DIMENSIONS = {
     "reasoning": ("piqa", "social_iqa", "hellaswag", "copa", "rte"),
@@ -309,7 +312,8 @@ def _evaluate(
     # RULER does not count the beginning of the answer, which follows a prompt, so some exceed the
     # length by a few dozen tokens; with this limit, lm-eval would cut their first ones, bos too
     limit = length and 2 * length
-    model = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, max_length=limit)
+    tokenizer = _ending_nothing(loaded)
+    model = HFLM(pretrained=loaded.model, tokenizer=tokenizer, max_length=limit)
 
     def tokens(request: Any) -> int:
         """The tokens that the model gets, with room for its answer."""
@@ -361,6 +365,28 @@ def _evaluate(
             task.set_config(key="num_fewshot", value=shots or 0)
         task.set_fewshot_seed(seed=settings["seed"])
     return evaluate(model, tasks, limit=settings["limit"], bootstrap_iters=0)
+
+
+def _ending_nothing(loaded: LoadedModel) -> Any:
+    """The tokenizer, or a copy that puts no special tokens after a text. lm-eval would put them
+    between a question and its answer, whose first token it would not score.
+
+    Raises CocaError for such a tokenizer without a post-processor to replace.
+    """
+    before, after = around_text(loaded.tokenizer)
+    if not after:
+        return loaded.tokenizer
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+    names = tokenizer.convert_ids_to_tokens(before)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        found = f"got a tokenizer that puts {tokenizer.decode(after)!r} after texts"
+        remedy = "expected one that does not; set add_eos_token to false in tokenizer_config.json"
+        raise CocaError(f"{loaded.path}: {found}, {remedy}")
+    backend.post_processor = TemplateProcessing(
+        single=[*names, "$A"], special_tokens=[*zip(names, before, strict=True)]
+    )
+    return tokenizer
 
 
 def _chains_fit(tokenizer: Any, length: int) -> bool:
