@@ -17,7 +17,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from numbers import Real
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from coca_hf.errors import CocaError, library_errors, nearest, one_line
 from coca_hf.evaluate.batches import Batches, NoValue
@@ -354,7 +355,8 @@ def _evaluate(
     )
     if settings["benchmark"] in (RULER, "ruler_vt") and not _chains_fit(loaded.tokenizer, length):
         raise NoValue(f"{too_long}, or leave ruler_vt out")
-    tasks = manager.load([settings["benchmark"]])
+    with _sizing_ruler_by(loaded.tokenizer) if length else nullcontext():
+        tasks = manager.load([settings["benchmark"]])
     for task in tasks["tasks"].values():
         if length and not all(doc["outputs"] for doc in task.eval_docs):
             raise NoValue(too_long)
@@ -387,6 +389,20 @@ def _ending_nothing(loaded: LoadedModel) -> Any:
         single=[*names, "$A"], special_tokens=[*zip(names, before, strict=True)]
     )
     return tokenizer
+
+
+@contextmanager
+def _sizing_ruler_by(tokenizer: Any) -> Iterator[None]:
+    """RULER counts the tokens of its questions with `tokenizer`. lm-eval would load one of the
+    model's path, from the main branch of a model on the hub, and run code that it carries.
+    """
+    own = vars(AutoTokenizer)["from_pretrained"]
+    # not in lm-eval's modules, which it loads several times
+    AutoTokenizer.from_pretrained = lambda *_, **__: tokenizer
+    try:
+        yield
+    finally:
+        AutoTokenizer.from_pretrained = own
 
 
 def _chains_fit(tokenizer: Any, length: int) -> bool:

@@ -436,6 +436,22 @@ def test_questions_do_not_depend_on_the_benchmarks_before(coca, tmp_path):
     assert first == second
 
 
+def test_questions_of_ruler_are_sized_by_the_tokenizer_that_was_loaded(coca, tmp_path):
+    """Not by another that lm-eval loads: from another branch, or with code that nobody trusted."""
+    texts = []
+
+    def generate(input_ids, **kwargs):
+        texts.extend(coca.tokenizer.batch_decode(input_ids, skip_special_tokens=True))
+        return torch.cat((input_ids, input_ids[:, -1:]), dim=1)
+
+    coca.model.generate = generate
+    for path in (coca.path, "somebody/no-such-model"):
+        of_path = replace(coca, path=path)
+        measured(of_path, ["ruler_cwe"], tmp_path / str(len(texts)), lengths=[2500], limit=1)
+    here, nowhere = texts
+    assert here == nowhere
+
+
 @pytest.mark.parametrize("name", ["niah_single_1", "niah_multikey_2", "niah_multikey_3"])
 def test_a_real_task_of_ruler_fits_the_length_and_scores_one_for_a_model_that_finds_the_needle(
     coca, few_words, tmp_path, name
