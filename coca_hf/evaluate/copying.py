@@ -23,7 +23,7 @@ from coca_hf.evaluate.rows import Beside, Count, Identity, Raw, Row, Run, Settin
 from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.tables import NBSP, Measurement, Table, each_table, text_settings
 from coca_hf.page import Part, Text
-from coca_hf.tokens import ordinary_tokens
+from coca_hf.tokens import around_text, ordinary_tokens
 
 
 class CopyingRow(Row):
@@ -44,6 +44,7 @@ class CopyingRow(Row):
     column: Shared[str | None]
     split: Shared[str | None]
     document_names: Shared[list[str] | None]
+    max_tokens: Shared[int | None]
     data_hash: Identity[str | None]
     text_hash: str | None
 
@@ -119,7 +120,7 @@ def passages(
 
 def _beginning(loaded: LoadedModel) -> list[int]:
     bos = loaded.tokenizer.bos_token_id
-    if loaded.tokenizer("")["input_ids"][:1] != [bos]:
+    if around_text(loaded.tokenizer)[0][:1] != [bos]:
         return []
     check_vocabulary(loaded, torch.tensor([bos]), "beginning of a text")
     return [bos]

@@ -26,7 +26,16 @@ from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.copying import check_copy_lengths, passages, repeated_sequences
 from coca_hf.evaluate.loaded_model import LoadedModel, Rope, use_rope_
 from coca_hf.evaluate.perplexity import last_logits
-from coca_hf.evaluate.rows import Count, Identity, Raw, Run, Setting, Shared, TextRow
+from coca_hf.evaluate.rows import (
+    Count,
+    Identity,
+    Raw,
+    Run,
+    Setting,
+    Shared,
+    TextRow,
+    about_model,
+)
 from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.tables import Measurement, Table, each_table, text_settings
 from coca_hf.page import Bullets, Fold, Grid, Part
@@ -54,6 +63,7 @@ class LayersRow(TextRow):
     order: list[int] | None  # layers by harm, the greatest first
     baseline: Shared[str]  # a name
     baseline_fingerprint: Setting[str | None]
+    baseline_dtype: Setting[str | None]  # null if it is the model's
     cases: Setting[int]
 
 
@@ -111,6 +121,8 @@ def layer_rows(
 
     settings = {"task": "layers", **sample.describe(), "cases": num_cases}
     settings |= {"baseline": original.name, "baseline_fingerprint": original.fingerprint}
+    its_dtype = about_model(original)["dtype"]
+    settings["baseline_dtype"] = its_dtype if its_dtype != run.about["dtype"] else None
     return run.rows(LayersRow, settings, measure)
 
 
@@ -283,7 +295,9 @@ def _swaps(lines: list[dict]) -> Grid:
 
 
 def _settings(row: dict) -> str:
-    return f"{text_settings(row)}, beside {row['baseline']}, {row['cases']} cases of each text"
+    dtype = f" in {row['baseline_dtype']}" if row["baseline_dtype"] else ""
+    beside = f"beside {row['baseline']}{dtype}"
+    return f"{text_settings(row)}, {beside}, {row['cases']} cases of each text"
 
 
 MEASUREMENT = Measurement(

@@ -240,7 +240,8 @@ def _load_tokenizer(path: str, revision: str, trust_remote_code: bool) -> Any:
 
 
 def fingerprint(path: str, commit: str | None, own_code: bool) -> str:
-    """Sixteen hex digits that change with the files of a model or with its commit on the hub.
+    """Sixteen hex digits that change with the files of a model, or with its commit on the hub and
+    whether the code that it carries runs.
 
     They are of the files' names, sizes, times and some of their bytes, including those of an
     adapter's base: weights, configurations, whatever a tokenizer may be made from, and, if it runs,
@@ -260,7 +261,7 @@ def fingerprint(path: str, commit: str | None, own_code: bool) -> str:
         # no dangling links
         text = json.dumps([(file.name, *state_of(file)) for file in found if file.exists()])
     else:
-        text = f"{path}@{commit}"
+        text = f"{path}@{commit}" + " with its own code" * own_code
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -76,7 +76,8 @@ class PasskeyRow(Row):
     depths: Setting[Count | None]  # points of the grid; null if depth is uniform
     new_tokens: Setting[int]  # 0 if nothing is generated
     seed: Setting[int]
-    nats_per_digit: float | None  # of variants that generate nothing
+    # of the keys, each with the space before it; of variants that generate nothing
+    nats_per_digit: float | None
 
 
 class Variant(NamedTuple):

@@ -37,7 +37,7 @@ class RecallRow(Row):
 
     length: Identity[Count]
     value: Share  # of cases in which every token of the value is the likeliest
-    nll: Beside[float | None]  # nats per token of the values
+    nll: Beside[float | None]  # nats per token of the values, each with the space before it
     cases: Setting[int]
     pairs: Setting[int]  # lines in a list
     seed: Setting[int]

@@ -5,6 +5,7 @@ paper's table 5 (`DIMENSIONS`); its numbers are not OpenCompass's own. `ruler` l
 RULER at those lengths: all of its tasks, or those named.
 """
 
+import copy
 import glob
 import hashlib
 import itertools
@@ -16,7 +17,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from numbers import Real
 from pathlib import Path
@@ -24,6 +25,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from coca_hf.errors import CocaError, library_errors, nearest, one_line
 from coca_hf.evaluate.batches import Batches, NoValue
@@ -39,6 +42,7 @@ from coca_hf.evaluate.rows import Count, Identity, Row, Run, Setting
 from coca_hf.evaluate.tables import NBSP, Measurement, Table
 from coca_hf.page import Grid, Part
 from coca_hf.provenance import now, versions
+from coca_hf.tokens import around_text
 
 DIMENSIONS = {
     "reasoning": ("piqa", "social_iqa", "hellaswag", "copa", "rte"),
@@ -309,7 +313,8 @@ def _evaluate(
     # RULER does not count the beginning of the answer, which follows a prompt, so some exceed the
     # length by a few dozen tokens; with this limit, lm-eval would cut their first ones, bos too
     limit = length and 2 * length
-    model = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, max_length=limit)
+    tokenizer = _ending_nothing(loaded)
+    model = HFLM(pretrained=loaded.model, tokenizer=tokenizer, max_length=limit)
 
     def tokens(request: Any) -> int:
         """The tokens that the model gets, with room for its answer."""
@@ -350,7 +355,8 @@ def _evaluate(
     )
     if settings["benchmark"] in (RULER, "ruler_vt") and not _chains_fit(loaded.tokenizer, length):
         raise NoValue(f"{too_long}, or leave ruler_vt out")
-    tasks = manager.load([settings["benchmark"]])
+    with _sizing_ruler_by(loaded.tokenizer) if length else nullcontext():
+        tasks = manager.load([settings["benchmark"]])
     for task in tasks["tasks"].values():
         if length and not all(doc["outputs"] for doc in task.eval_docs):
             raise NoValue(too_long)
@@ -361,6 +367,42 @@ def _evaluate(
             task.set_config(key="num_fewshot", value=shots or 0)
         task.set_fewshot_seed(seed=settings["seed"])
     return evaluate(model, tasks, limit=settings["limit"], bootstrap_iters=0)
+
+
+def _ending_nothing(loaded: LoadedModel) -> Any:
+    """The tokenizer, or a copy that puts no special tokens after a text. lm-eval would put them
+    between a question and its answer, whose first token it would not score.
+
+    Raises CocaError for such a tokenizer without a post-processor to replace.
+    """
+    before, after = around_text(loaded.tokenizer)
+    if not after:
+        return loaded.tokenizer
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+    names = tokenizer.convert_ids_to_tokens(before)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        found = f"got a tokenizer that puts {tokenizer.decode(after)!r} after texts"
+        remedy = "expected one that does not; set add_eos_token to false in tokenizer_config.json"
+        raise CocaError(f"{loaded.path}: {found}, {remedy}")
+    backend.post_processor = TemplateProcessing(
+        single=[*names, "$A"], special_tokens=[*zip(names, before, strict=True)]
+    )
+    return tokenizer
+
+
+@contextmanager
+def _sizing_ruler_by(tokenizer: Any) -> Iterator[None]:
+    """RULER counts the tokens of its questions with `tokenizer`. lm-eval would load one of the
+    model's path, from the main branch of a model on the hub, and run code that it carries.
+    """
+    own = vars(AutoTokenizer)["from_pretrained"]
+    # not in lm-eval's modules, which it loads several times
+    AutoTokenizer.from_pretrained = lambda *_, **__: tokenizer
+    try:
+        yield
+    finally:
+        AutoTokenizer.from_pretrained = own
 
 
 def _chains_fit(tokenizer: Any, length: int) -> bool:

@@ -21,15 +21,16 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
 
     The latest row of a measurement counts. Models of one name and path whose files differ from one
     directory to the other are different models: the directory becomes part of their path. A model
-    or a text of several paths, the same file or the same documents, has the first of them, and its
-    documents their names there. A row's `raw` becomes paths, whose files may be absent.
+    or a text of several paths, the same files or the same documents, has the first of them (a model
+    the first at which no other files were measured), and its documents their names there. A row's
+    `raw` becomes paths, whose files may be absent.
 
     Raises CocaError if a directory has no rows, or a line is not a row.
     """
     of_runs = {run: sorted(_read(run), key=lambda row: row["date"]) for run in runs}
     _tell_apart(of_runs)
     rows = [row for of_run in of_runs.values() for row in of_run]
-    firsts: dict[tuple, Any] = {}
+    firsts = _lasting_paths(rows)
     of_text = [(field, "text_hash") for field in ("data", "document_names")]
     for row in rows:
         for field, *same in (("model_path", "model", "fingerprint"), *of_text):
@@ -73,6 +74,21 @@ def _tell_apart(of_runs: dict[Path, list[dict]]) -> None:
             found = states[row["model"], row["model_path"]].values()
             if len(found) > 1 and sum(map(len, found)) == len(set().union(*found)):
                 row["model_path"] += f" of {os.path.relpath(run)}"
+
+
+def _lasting_paths(rows: list[dict]) -> dict[tuple, Any]:
+    """For each model with a fingerprint, the first path at which no other files were measured. A
+    path where it was trained again after it was copied would put two models on one line.
+    """
+    states: dict[tuple, set] = {}
+    for row in rows:
+        states.setdefault((row["model"], row["model_path"]), set()).add(row["fingerprint"])
+    firsts: dict[tuple, Any] = {}
+    for row in rows:
+        if row["fingerprint"] and len(states[row["model"], row["model_path"]]) == 1:
+            own = "model_path", row["model"], row["fingerprint"]
+            firsts.setdefault(own, row["model_path"])
+    return firsts
 
 
 def _table_of(row: dict) -> tuple:

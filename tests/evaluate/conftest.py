@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coca_cli import main
@@ -30,6 +31,14 @@ def llama(loaded):
 @pytest.fixture
 def coca(loaded):
     return copy.deepcopy(loaded[1])
+
+
+def put_around_texts(tokenizer, template):
+    """Let a tokenizer put the special tokens of `template` around every text, `$A`."""
+    names = [word for word in template.split() if word != "$A"]
+    specials = [(name, tokenizer.convert_tokens_to_ids(name)) for name in names]
+    processor = TemplateProcessing(single=template, special_tokens=specials)
+    tokenizer.backend_tokenizer.post_processor = processor
 
 
 @pytest.fixture

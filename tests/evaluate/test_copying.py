@@ -2,11 +2,11 @@ import json
 
 import pytest
 import torch
-from tokenizers.processors import TemplateProcessing
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.copying import copying_rows, repeated_sequences
 from coca_hf.evaluate.sample import draw_sample
+from tests.evaluate.conftest import put_around_texts
 from tests.evaluate.runs import raw_of, run_of
 
 
@@ -41,30 +41,26 @@ def test_cases_have_ordinary_tokens_after_the_tokenizers_beginning(llama):
     assert all(map(torch.equal, plain, again))
     assert not any(map(torch.equal, plain, other))
 
-    tokenizer = llama.tokenizer
-
-    class Begins:
-        bos_token_id, all_special_ids = 1, tokenizer.all_special_ids
-
-        def __call__(self, text):
-            return {"input_ids": [1]}
-
-        def __len__(self):
-            return len(tokenizer)
-
-    llama.tokenizer = Begins()
+    put_around_texts(llama.tokenizer, "<s> $A")
     cases, copy_len = repeated_sequences(llama, 31, 2, 0)
     assert copy_len == 15
     assert all(len(ids) == 31 and ids[0] == 1 for ids in cases)
+
+
+def test_a_token_that_the_tokenizer_puts_after_texts_begins_none(llama):
+    """Not even if it is the beginning's as well, as one token is both in GPT-NeoX's tokenizer."""
+    llama.tokenizer.bos_token = "</s>"
+    put_around_texts(llama.tokenizer, "$A </s>")
+    cases, copy_len = repeated_sequences(llama, 31, 2, 0)
+    assert copy_len == 15
+    assert all(len(ids) == 30 and ids.min() > 2 for ids in cases)
 
 
 def test_a_beginning_that_the_model_does_not_embed_is_refused_before_a_row(llama, tmp_path):
     """A bos was added to the tokenizer, and the embedding was not resized."""
     tokenizer = llama.tokenizer
     tokenizer.add_special_tokens({"bos_token": "<begin>"})
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<begin> $A", special_tokens=[("<begin>", tokenizer.bos_token_id)]
-    )
+    put_around_texts(tokenizer, "<begin> $A")
     rows = llama.model.get_input_embeddings().weight.shape[0]
     said = f"beginning of a text: got token id {rows} .* below the model's vocabulary of {rows}"
     with pytest.raises(CocaError, match=said):
@@ -104,14 +100,15 @@ def test_random_tokens_and_other_documents_have_tables_of_their_own(
     (tmp_path / "two.jsonl").write_text(2 * (json.dumps(line) + "\n"))
     options = f"--lengths 32 --cases 2 --out {tmp_path}/out"
     texts = [f"--data {tmp_path}/two.jsonl --column {column}" for column in line]
-    for data in ("", *texts, f"{texts[0]} --documents 1"):
+    for data in ("", *texts, f"{texts[0]} --documents 1", f"{texts[0]} --max-tokens 90"):
         code, _, stderr = coca_eval(f"copying {tiny_coca_dir}", options, data)
         assert code == 0, stderr
     assert coca_eval(f"report {tmp_path}/out --out {tmp_path}/page")[0] == 0
     page = (tmp_path / "page" / "report.md").read_text()
     assert "Copying: random tokens, 2 cases per length, seed 0" in page
     assert "Copied: random tokens, 2 cases per length, seed 0." in page
-    assert page.count("Copied: passages of") == 3
-    for drawn in ("2 documents", "1 document", "column code, 2 documents"):
+    assert page.count("Copied: passages of") == 4
+    cut = "2 documents cut to 90 tokens"
+    for drawn in ("2 documents", "1 document", "column code, 2 documents", cut):
         assert f"two.jsonl, {drawn}, 2 cases per length." in page
     assert "2 states" not in page

@@ -20,6 +20,7 @@ from coca_hf.evaluate.copying import passages, repeated_sequences
 from coca_hf.evaluate.layers import TEXTS, layer_rows
 from coca_hf.evaluate.loaded_model import LoadedModel, load_model
 from coca_hf.evaluate.sample import draw_sample
+from coca_hf.report import read_tables
 from tests.evaluate.runs import raw_of, run_of
 
 SIZES = {"num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddings": 64}
@@ -112,9 +113,13 @@ def test_a_model_beside_itself_has_no_harm(llama, books, tmp_path):
 
 
 def test_models_of_two_dtypes_can_be_swapped(llama, coca, books, tmp_path):
+    alike, _, _ = measure([llama, coca], books, tmp_path / "out")
     llama.model.bfloat16()
     row, _, _ = measure([llama, coca], books, tmp_path / "out")
     assert row["value"] > 0
+    assert row["row_id"] != alike["row_id"]  # not skipped as measured already
+    tables = read_tables([tmp_path / "out"])
+    assert [" in bfloat16," in table.settings for table in tables] == [False, True]
 
 
 def test_the_command_and_the_page_say_which_layers_to_keep_first(

@@ -128,6 +128,16 @@ def test_the_fingerprint_changes_with_what_a_model_computes_and_with_nothing_els
     assert load_model(str(checkpoint)).fingerprint != before
 
 
+def test_the_fingerprint_of_a_model_on_the_hub_changes_if_its_own_code_runs():
+    """Its commit has the code, whether or not it runs."""
+    of_hub = [
+        loaded_model.fingerprint("somebody/tiny", commit, own_code)
+        for commit in ("1" * 40, "2" * 40)
+        for own_code in (False, True)
+    ]
+    assert len({*of_hub}) == 4
+
+
 def test_the_fingerprint_changes_with_an_adapter_in_the_directory_and_with_its_base(checkpoint):
     """Not loaded here: transformers 5.17 loads no adapters with peft 0.18."""
     base, found = checkpoint.parent / "base", set()

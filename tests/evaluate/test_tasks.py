@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import sys
+from dataclasses import replace
 from statistics import fmean
 
 import lm_eval
@@ -22,7 +23,7 @@ from coca_hf.errors import CocaError
 from coca_hf.evaluate import tasks
 from coca_hf.evaluate.tasks import DIMENSIONS, WITHOUT_NETWORK, parse_tasks, ruler_tasks, task_rows
 from coca_hf.report.read import read_tables
-from tests.evaluate.conftest import PAIRS
+from tests.evaluate.conftest import PAIRS, put_around_texts
 from tests.evaluate.runs import raw_of, run_of
 
 NAMES = ["coca_likelihood", "coca_answer"]
@@ -55,6 +56,38 @@ def test_rows_have_the_numbers_of_the_model_itself(coca, task_dir, expected, tmp
     assert answer["seed"] == seed.default
     monkeypatch.setattr(tasks, "_evaluate", None)
     assert measured(coca, NAMES, tmp_path, task_dir, batch_size=3) == rows
+
+
+@pytest.mark.parametrize("around", ["$A </s>", "<s> $A </s>"])
+def test_tokens_that_the_tokenizer_puts_after_texts_are_not_between_question_and_answer(
+    coca, task_dir, expected, tmp_path, around
+):
+    """What the model reads, and is asked to say, is what it is without them."""
+    put_around_texts(coca.tokenizer, around.removesuffix(" </s>"))
+    wanted = [row["value"] for row in measured(coca, NAMES, tmp_path / "without", task_dir)]
+    put_around_texts(coca.tokenizer, around)
+    found = [row["value"] for row in measured(coca, NAMES, tmp_path / "with", task_dir)]
+    assert found == wanted
+    of_model = pytest.approx(expected["perplexity"], rel=1e-4)
+    assert (found[0] == of_model) == ("<s>" not in around)
+    assert coca.tokenizer("a").input_ids[-1] == coca.tokenizer.eos_token_id  # as it was
+
+
+def test_a_tokenizer_that_ends_texts_and_cannot_be_changed_is_refused(coca):
+    """As one of Python's, without a post-processor."""
+
+    class Slow:
+        def __call__(self, text, add_special_tokens=True):
+            return {"input_ids": [5, 2] if add_special_tokens else [5]}
+
+        def convert_ids_to_tokens(self, ids):
+            return []
+
+        def decode(self, ids):
+            return "</s>"
+
+    with pytest.raises(CocaError, match="got a tokenizer that puts '</s>' after texts, expected"):
+        tasks._ending_nothing(replace(coca, tokenizer=Slow()))
 
 
 def test_examples_before_a_question_are_lm_evals(coca, task_dir, tmp_path, monkeypatch):
@@ -401,6 +434,22 @@ def test_questions_do_not_depend_on_the_benchmarks_before(coca, tmp_path):
         measured(coca, ["ruler_cwe"], tmp_path / name, lengths=[2500], batch_size=2, limit=2)
     first, second = prompts
     assert first == second
+
+
+def test_questions_of_ruler_are_sized_by_the_tokenizer_that_was_loaded(coca, tmp_path):
+    """Not by another that lm-eval loads: from another branch, or with code that nobody trusted."""
+    texts = []
+
+    def generate(input_ids, **kwargs):
+        texts.extend(coca.tokenizer.batch_decode(input_ids, skip_special_tokens=True))
+        return torch.cat((input_ids, input_ids[:, -1:]), dim=1)
+
+    coca.model.generate = generate
+    for path in (coca.path, "somebody/no-such-model"):
+        of_path = replace(coca, path=path)
+        measured(of_path, ["ruler_cwe"], tmp_path / str(len(texts)), lengths=[2500], limit=1)
+    here, nowhere = texts
+    assert here == nowhere
 
 
 @pytest.mark.parametrize("name", ["niah_single_1", "niah_multikey_2", "niah_multikey_3"])

@@ -600,6 +600,18 @@ def test_a_model_and_a_text_of_several_paths_are_one(run):
     assert len(read_tables([others])) == 2
 
 
+def test_a_model_that_was_copied_before_it_was_trained_again_keeps_its_line(run):
+    name = {"model": "1-recover", "model_path": "runs/1-recover"}
+    before = row(**name, fingerprint="f", value=8.0)
+    copied = before | {"model_path": "kept/1-recover"}
+    after = row(**name, fingerprint="g", value=7.0)
+    (table,) = read_tables([run(before, copied, after)])
+    assert {rows[0]["model_path"]: rows[0]["value"] for rows in table.series.values()} == {
+        "kept/1-recover": 8.0,
+        "runs/1-recover": 7.0,
+    }
+
+
 OLDER = "the text of these documents changed before the latest number; measure llama again"
 OTHER = "llama reads other tokens of this text than coca; losses and perplexities per token"
 
