@@ -147,9 +147,9 @@ def _parts(table: Table) -> list[Part]:
 MEASUREMENT = Measurement(
     task="copying",
     title="Copying",
-    explanation="Loss, in nats per token, on the second copy of a random sequence, which only "
-    "attention to the first can predict, or of a passage of text that is read again; in brackets "
-    "that of the first copy. Lower is better.",
+    explanation="Loss, in nats per token, on the second copy of a random sequence of the model's own "
+    "tokens, which only attention to the first can predict, or of a passage of text that is read "
+    "again; in brackets that of the first copy. Lower is better.",
     row=CopyingRow,
     settings=_settings,
     cell=lambda row: f"{row['value']:.2f}{NBSP}({row['nll_first']:.2f})",

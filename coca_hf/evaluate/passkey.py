@@ -417,8 +417,8 @@ MEASUREMENT = Measurement(
     task="passkey",
     title="Passkey retrieval",
     explanation="Share of prompts in whose answer the hidden number is found; greedy; higher is "
-    "better. In brackets, where the number was scored without generation: nats per digit; lower is "
-    "better.",
+    "better. In brackets, where the number was scored without generation: nats per digit, those of "
+    "the space before it included; lower is better.",
     row=PasskeyRow,
     settings=_settings,
     cell=_cell,

@@ -101,8 +101,8 @@ MEASUREMENT = Measurement(
     task="recall",
     title="Key-value recall",
     explanation="Share of lists of keys and values in which the value of the key that is asked "
-    "for is found; greedy; higher is better. In brackets: nats per token of the value; lower is "
-    "better.",
+    "for is found; greedy; higher is better. In brackets: nats per token of the value and the space "
+    "before it; lower is better.",
     row=RecallRow,
     settings=_settings,
     cell=lambda row: f"{row['value']:.2f}{NBSP}({row['nll']:.2f})",
