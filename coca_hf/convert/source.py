@@ -282,14 +282,18 @@ class GgufSource(Source):
             )
         # transformers parses the header three times, and the names of tensors for every module
         names = ("GGUFReader", "get_tensor_name_map")
-        problem = f"{file}: cannot be read as GGUF"
+        remedy = "download it again, or convert the original safetensors checkpoint"
+        problem = f"{file}: cannot be read as GGUF; {remedy}"
         with contextlib.ExitStack() as stack:
             stack.enter_context(library_errors(problem))
             stack.enter_context(READING_GGUF)  # first, or we would wrap another thread's cache
             once: dict[str, Any] = {name: functools.cache(getattr(gguf, name)) for name in names}
             stack.enter_context(patch.multiple(gguf, **once))
+            # first, because GGUFReader counts up to the lengths that the file claims
+            self.tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
             reader = gguf.GGUFReader(str(file))
             _check_readable(reader, file)
+            _set_special_tokens(self.tokenizer, reader)
             self._model, loading = AutoModelForCausalLM.from_pretrained(
                 file.parent,
                 gguf_file=file.name,
@@ -297,8 +301,6 @@ class GgufSource(Source):
                 dtype=torch.float32,
                 output_loading_info=True,
             )
-            self.tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-            _set_special_tokens(self.tokenizer, reader)
         # transformers leaves out tensors that it does not know, and fills in those that are missing
         made_up, tensors = loading["missing_keys"], self._model.state_dict()
         parameters = {name for name, _ in self._model.named_parameters()}  # without a tied head

@@ -197,11 +197,11 @@ NEEDED += ("attention.layer_norm_rms_epsilon",)
 def test_a_field_for_which_transformers_assumes_a_value_is_refused(
     case, field, model, tiny_tokenizer, tmp_path
 ):
-    """Without the number of key/value heads, it leaves queries and keys in llama.cpp's order."""
-    heads = model.config.num_attention_heads
-    full = type(model)(
-        type(model.config)(**model.config.to_dict() | {"num_key_value_heads": heads})
-    )
+    """Without the number of heads or of key/value heads, it leaves queries and keys in llama.cpp's
+    order; the number that it assumes is 32.
+    """
+    sizes = {"hidden_size": 64, "num_attention_heads": 32, "num_key_value_heads": 32}
+    full = type(model)(type(model.config)(**model.config.to_dict() | sizes))
     without = lambda writer: writer.kv_data[0].pop(field)  # noqa: E731
     write_gguf(tmp_path / "model.gguf", full, "llama", tiny_tokenizer, without)
     message = rf"model\.gguf: got no {re.escape(field)}, for which transformers' reader"
@@ -240,6 +240,18 @@ def test_more_layers_than_tensors_are_refused_at_once(case, model, tiny_tokenize
     write_gguf(tmp_path / "model.gguf", model, case, tiny_tokenizer, claim)
     message = "got llama.block_count=4000000, expected no more layers than its 21 tensors"
     refuses(message, tmp_path / "model.gguf", tmp_path / "dst")
+
+
+@pytest.mark.parametrize("case", ["llama"])
+@pytest.mark.parametrize("length", [3, 300, 2000, -5000, -1])
+def test_a_file_that_was_cut_off_is_one_line_with_what_to_do(
+    case, length, model, tiny_tokenizer, tmp_path
+):
+    file = tmp_path / "model.gguf"
+    write_gguf(file, model, case, tiny_tokenizer)
+    file.write_bytes(file.read_bytes()[:length])
+    message = r"model\.gguf: cannot be read as GGUF; download it again, or convert the original"
+    refuses(message, file, tmp_path / "dst")
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2"])
