@@ -135,7 +135,7 @@ class Source:
     def dtype(self, name: str) -> torch.dtype:
         found = self._file_of[name].tensors[name].dtype
         if name in self._quantized:
-            stated = self.config.get("dtype", self.config.get("torch_dtype"))
+            stated = self.config.get("dtype") or self.config.get("torch_dtype")
             return getattr(torch, stated) if stated in ("float32", "float16") else torch.bfloat16
         if found not in FLOATS:
             raise CocaError(
