@@ -472,7 +472,13 @@ def _check_positions(config: CocaConfig, family: Family, where: str) -> None:
             f"not supported with CoCA for {family.model_type!r}; supported: 1, or less of "
             f"{', '.join(partial)}"
         )
-    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - MASKS.keys())
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if "sliding_attention" in kinds and getattr(config, "sliding_window", None) is None:
+        raise CocaError(
+            f"{where}: got layer_types with sliding_attention, but no sliding_window in use; correct "
+            "layer_types, or sliding_window and use_sliding_window"
+        )
+    unknown = sorted(kinds - MASKS.keys())
     if unknown:
         raise CocaError(
             f"{where}: layer type {unknown[0]!r} is not supported with CoCA; supported: "

@@ -78,7 +78,8 @@ def patch_(
         )
     if getattr(model, "hf_quantizer", None) is not None:
         raise CocaError(
-            "patch_: got a quantized model, expected plain weights; load it with dequantize=True"
+            "patch_: got a quantized model, expected plain weights; call its dequantize() first, or load "
+            "it with a quantization_config that has dequantize=True"
         )
 
     _check_movable(model)

@@ -58,6 +58,8 @@ TOKENIZER_FILES = [
 # the hub would also match in other directories.
 COMPANIONS = [*TOKENIZER_FILES, "generation_config.json", *LICENCE_FILES]
 MAX_TOKEN_ID = 1 << 24
+# `tokenizer.ggml.pre` of GGUF files whose texts begin with bos_token in llama.cpp without a flag
+BEGIN_TEXTS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
 # files to download from the hub before the names of the files of weights are known
 OTHER_FILES = ["config.json", INDEX, ADAPTER_CONFIG_NAME, CARD, *RECORDS, *COMPANIONS]
 # What a directory without readable weights is, by its files, and the remedy; the first match counts.
@@ -133,7 +135,7 @@ class Source:
     def dtype(self, name: str) -> torch.dtype:
         found = self._file_of[name].tensors[name].dtype
         if name in self._quantized:
-            stated = self.config.get("dtype", self.config.get("torch_dtype"))
+            stated = self.config.get("dtype") or self.config.get("torch_dtype")
             return getattr(torch, stated) if stated in ("float32", "float16") else torch.bfloat16
         if found not in FLOATS:
             raise CocaError(
@@ -280,31 +282,24 @@ class GgufSource(Source):
             )
         # transformers parses the header three times, and the names of tensors for every module
         names = ("GGUFReader", "get_tensor_name_map")
-        problem = f"{file}: cannot be read as GGUF"
+        remedy = "download it again, or convert the original safetensors checkpoint"
+        problem = f"{file}: cannot be read as GGUF; {remedy}"
         with contextlib.ExitStack() as stack:
             stack.enter_context(library_errors(problem))
             stack.enter_context(READING_GGUF)  # first, or we would wrap another thread's cache
             once: dict[str, Any] = {name: functools.cache(getattr(gguf, name)) for name in names}
             stack.enter_context(patch.multiple(gguf, **once))
+            # first, because GGUFReader counts up to the lengths that the file claims
+            self.tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            reader = gguf.GGUFReader(str(file))
+            _check_readable(reader, file)
+            _set_special_tokens(self.tokenizer, reader)
             self._model, loading = AutoModelForCausalLM.from_pretrained(
                 file.parent,
                 gguf_file=file.name,
                 quantization_config=transformers.GgufConfig(dequantize=True),
                 dtype=torch.float32,
                 output_loading_info=True,
-            )
-            self.tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-            reader = gguf.GGUFReader(str(file))
-            passed_over, assumed = _passed_over(reader), _assumed(reader)
-        if assumed:
-            raise CocaError(
-                f"{file}: got no {assumed}, for which transformers' reader of GGUF assumes a value, "
-                "or leaves rows in llama.cpp's order; expected the original safetensors checkpoint"
-            )
-        if passed_over:
-            raise CocaError(
-                f"{file}: got {passed_over}, which transformers' reader of GGUF passes over "
-                "although it changes the model; expected the original safetensors checkpoint"
             )
         # transformers leaves out tensors that it does not know, and fills in those that are missing
         made_up, tensors = loading["missing_keys"], self._model.state_dict()
@@ -332,6 +327,36 @@ class GgufSource(Source):
             _raise_tokenizer_length(directory / TOKENIZER, ntk_length)
 
 
+def _check_readable(reader: Any, file: Path) -> None:
+    """Raise CocaError for a GGUF file that transformers would not read as llama.cpp does, or whose
+    layers it would count for hours.
+    """
+    shards = reader.fields.get("split.count")
+    if shards and (number := shards.contents()) > 1:
+        raise CocaError(
+            f"{file}: got one of {number} shards, expected a whole model; merge them with "
+            "llama.cpp (llama-gguf-split --merge FIRST_SHARD OUT.gguf)"
+        )
+    if assumed := _assumed(reader):
+        raise CocaError(
+            f"{file}: got no {assumed}, for which transformers' reader of GGUF assumes a value, "
+            "or leaves rows in llama.cpp's order; expected the original safetensors checkpoint"
+        )
+    if passed_over := _passed_over(reader):
+        raise CocaError(
+            f"{file}: got {passed_over}, which transformers' reader of GGUF passes over "
+            "although it changes the model or its tokens; expected the original safetensors "
+            "checkpoint"
+        )
+    name = f"{reader.fields['general.architecture'].contents()}.block_count"
+    layers, tensors = reader.fields.get(name), len(reader.tensors)
+    if layers and layers.contents() > tensors:
+        raise CocaError(
+            f"{file}: got {name}={layers.contents()}, expected no more layers than its {tensors} "
+            "tensors; download it again"
+        )
+
+
 def _assumed(reader: Any) -> str | None:
     """The field that the GGUF file of a family that coca-convert takes lacks, and that transformers
     needs to read it as llama.cpp does.
@@ -343,14 +368,14 @@ def _assumed(reader: Any) -> str | None:
     family = reader.fields["general.architecture"].contents()
     if family not in FAMILIES:
         return None  # refused later
-    needed = ("context_length", "attention.head_count_kv", "attention.layer_norm_rms_epsilon")
-    names = (f"{family}.{name}" for name in needed)
+    needed = ("head_count", "head_count_kv", "layer_norm_rms_epsilon")
+    names = (f"{family}.context_length", *(f"{family}.attention.{name}" for name in needed))
     return next((name for name in names if name not in reader.fields), None)
 
 
 def _passed_over(reader: Any) -> str | None:
-    """The scaled or partial RoPE, the window or the attention to later tokens that a GGUF file has
-    and transformers ignores.
+    """The scaled or partial RoPE, the window, the attention to later tokens or the text without a
+    space before it that a GGUF file has and transformers ignores.
     """
     for tensor in reader.tensors:
         if tensor.name.startswith(("rope_freqs", "rope_factors")):  # LLaMA 3's scaling; longrope's
@@ -369,11 +394,38 @@ def _passed_over(reader: Any) -> str | None:
             return f"{name}={value!r}"
         if name.endswith(".attention.causal") and not (value := field.contents()):
             return f"{name}={value!r}"
+    model, prefix = map(
+        reader.fields.get, ("tokenizer.ggml.model", "tokenizer.ggml.add_space_prefix")
+    )
+    if model and prefix and model.contents() == "llama" and not prefix.contents():
+        return "tokenizer.ggml.add_space_prefix=False"  # byte-level ones never have it
     sizes = ("rope.dimension_count", "attention.head_count", "embedding_length")
     rotated, heads, width = (reader.fields.get(f"phi3.{size}") for size in sizes)
     if rotated and heads and width and rotated.contents() * heads.contents() < width.contents():
         return f"phi3.rope.dimension_count={rotated.contents()}"
     return None
+
+
+def _set_special_tokens(tokenizer: PreTrainedTokenizerBase, reader: Any) -> None:
+    """Give `tokenizer` the special tokens of its GGUF file, and begin and end a text as llama.cpp does.
+
+    transformers 5.17 makes the beginning of a text LLaMA's `eos_token`, too, and adds none to a
+    text; later versions add one only where the file has a flag, which older files of LLaMA 3 lack.
+    """
+    prefix = "tokenizer.ggml."
+    fields = {name: reader.fields[name].contents for name in reader.fields if prefix in name}
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    for name, theirs in names.items():
+        if number := fields.get(f"{prefix}{theirs}_token_id"):
+            token = fields[f"{prefix}tokens"](number())
+            if getattr(tokenizer, f"{name}_token") != token:
+                setattr(tokenizer, f"{name}_token", token)
+    kind, split = (fields.get(f"{prefix}{name}", str)() for name in ("model", "pre"))
+    by_default = {"add_bos_token": kind == "llama" or split in BEGIN_TEXTS, "add_eos_token": False}
+    for name, default in by_default.items():
+        adds = bool(fields.get(f"{prefix}{name}", lambda default=default: default)())
+        if getattr(tokenizer, name) != adds:
+            setattr(tokenizer, name, adds)
 
 
 def open_source(

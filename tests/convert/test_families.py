@@ -19,6 +19,7 @@ from tests.convert.checkpoints import edit_config, edit_weights, load_clean, ref
 from tests.models.families import (
     CASES,
     EVERY_CASE_UNDER_ONE_CONSTRAINT,
+    MIXED,
     SHAPE,
     carry_t_,
     key_rows,
@@ -264,6 +265,9 @@ UNSUPPORTED = {
     },
     "qwen2": {
         "use_mrope=True is not .*: one position to a token": {"use_mrope": True},
+        "got layer_types with sliding_attention, but no sliding_window in use": (
+            {"layer_types": MIXED, "sliding_window": 7, "use_sliding_window": False}
+        ),
         "'chunked_attention' is not supported with CoCA; suppor": (
             {"layer_types": ["chunked_attention"] * 3}
         ),

@@ -164,8 +164,14 @@ CHANGES = {
     "llama.rope.scaling.attn_factor=0.5": lambda w: w.add_rope_scaling_attn_factors(0.5),
     "llama.attention.causal=False": lambda w: w.add_causal_attention(False),
     "phi3.rope.dimension_count=6": lambda w: w.add_rope_dimension_count(6),
+    "tokenizer.ggml.add_space_prefix=False": lambda w: without_space_prefix(w),
     "": lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.NONE),
 }
+
+
+def without_space_prefix(writer):
+    writer.kv_data[0]["tokenizer.ggml.model"].value = "llama"
+    writer.add_add_space_prefix(False)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +188,8 @@ def test_what_transformers_ignores_is_refused(case, change, model, tiny_tokenize
     assert [file.name for file in tmp_path.iterdir()] == ["model.gguf"]
 
 
-NEEDED = ("attention.head_count_kv", "context_length", "attention.layer_norm_rms_epsilon")
+NEEDED = ("context_length", "attention.head_count", "attention.head_count_kv")
+NEEDED += ("attention.layer_norm_rms_epsilon",)
 
 
 @pytest.mark.parametrize("case", ["llama"])
@@ -190,11 +197,11 @@ NEEDED = ("attention.head_count_kv", "context_length", "attention.layer_norm_rms
 def test_a_field_for_which_transformers_assumes_a_value_is_refused(
     case, field, model, tiny_tokenizer, tmp_path
 ):
-    """Without the number of key/value heads, it leaves queries and keys in llama.cpp's order."""
-    heads = model.config.num_attention_heads
-    full = type(model)(
-        type(model.config)(**model.config.to_dict() | {"num_key_value_heads": heads})
-    )
+    """Without the number of heads or of key/value heads, it leaves queries and keys in llama.cpp's
+    order; the number that it assumes is 32.
+    """
+    sizes = {"hidden_size": 64, "num_attention_heads": 32, "num_key_value_heads": 32}
+    full = type(model)(type(model.config)(**model.config.to_dict() | sizes))
     without = lambda writer: writer.kv_data[0].pop(field)  # noqa: E731
     write_gguf(tmp_path / "model.gguf", full, "llama", tiny_tokenizer, without)
     message = rf"model\.gguf: got no {re.escape(field)}, for which transformers' reader"
@@ -214,3 +221,62 @@ def test_tensors_that_transformers_adds_or_drops_are_refused(case, model, tiny_t
     write_gguf(tmp_path / "b.gguf", model, case, tiny_tokenizer, add_norm)
     message = "got 22 tensors, of which transformers reads 21; expected a plain LlamaForCausalLM"
     refuses(message, tmp_path / "b.gguf", tmp_path / "dst")
+
+
+@pytest.mark.parametrize("case", ["llama"])
+def test_one_of_several_shards_is_refused(case, model, tiny_tokenizer, tmp_path):
+    file = tmp_path / "model-00001-of-00003.gguf"
+    write_gguf(file, model, case, tiny_tokenizer, lambda w: w.add_uint16("split.count", 3))
+    message = "gguf: got one of 3 shards, expected a whole model; merge them with llama.cpp"
+    refuses(message, file, tmp_path / "dst")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("case", ["llama"])
+def test_more_layers_than_tensors_are_refused_at_once(case, model, tiny_tokenizer, tmp_path):
+    def claim(writer):
+        writer.kv_data[0]["llama.block_count"].value = 4_000_000
+
+    write_gguf(tmp_path / "model.gguf", model, case, tiny_tokenizer, claim)
+    message = "got llama.block_count=4000000, expected no more layers than its 21 tensors"
+    refuses(message, tmp_path / "model.gguf", tmp_path / "dst")
+
+
+@pytest.mark.parametrize("case", ["llama"])
+@pytest.mark.parametrize("length", [3, 300, 2000, -5000, -1])
+def test_a_file_that_was_cut_off_is_one_line_with_what_to_do(
+    case, length, model, tiny_tokenizer, tmp_path
+):
+    file = tmp_path / "model.gguf"
+    write_gguf(file, model, case, tiny_tokenizer)
+    file.write_bytes(file.read_bytes()[:length])
+    message = r"model\.gguf: cannot be read as GGUF; download it again, or convert the original"
+    refuses(message, file, tmp_path / "dst")
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("split", "flags", "around"),
+    [
+        ("llama-bpe", {}, (1, 0)),
+        ("llama-bpe", {"bos": False}, (0, 0)),
+        ("gpt-2", {}, (0, 0)),
+        ("gpt-2", {"bos": True, "eos": True}, (1, 1)),
+    ],
+)
+def test_special_tokens_are_those_of_the_file_and_surround_a_text_as_in_llama_cpp(
+    case, split, flags, around, model, tiny_tokenizer, tmp_path
+):
+    """Older transformers confuses `bos_token` and `eos_token`, or takes those of Qwen2."""
+
+    def describe(writer):
+        writer.add_tokenizer_pre(split)
+        for name, adds in flags.items():
+            getattr(writer, f"add_add_{name}_token")(adds)
+
+    write_gguf(tmp_path / "model.gguf", model, CASES[case][0], tiny_tokenizer, describe)
+    convert_checkpoint(tmp_path / "model.gguf", tmp_path / "dst")
+    made = AutoTokenizer.from_pretrained(tmp_path / "dst")
+    assert (made.pad_token_id, made.bos_token_id, made.eos_token_id) == (0, 1, 2)
+    ids, inner = made("to die").input_ids, made("to die", add_special_tokens=False).input_ids
+    assert ids == [1] * around[0] + inner + [2] * around[1]

@@ -148,7 +148,9 @@ def test_a_quantized_model_is_refused(tiny_llama_dir):
     model = LlamaForCausalLM.from_pretrained(
         tiny_llama_dir, quantization_config=BitsAndBytesConfig(load_in_8bit=True), device_map="cpu"
     )
-    refused("patch_: got a quantized model, expected plain weights", patch_, model)
+    refused("got a quantized model, expected plain weights; call its dequantize", patch_, model)
+    model.dequantize()
+    assert type(patch_(model)) is CocaLlamaForCausalLM
 
 
 def test_a_field_that_is_not_understood_can_be_ignored_and_the_message_names_the_argument(model):

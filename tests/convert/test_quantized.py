@@ -88,6 +88,15 @@ def test_blocks_at_the_edge_may_be_smaller_and_scales_in_bfloat16(source, tmp_pa
         assert torch.equal(written[name], weight)
 
 
+@pytest.mark.parametrize("fields", [{"dtype": ...}, {"dtype": None}])
+def test_the_older_name_of_the_dtype_counts_if_the_newer_one_says_nothing(source, tmp_path, fields):
+    quantize_(source, [16, 16])
+    edit_config(source, torch_dtype="float16", **fields)
+    convert_checkpoint(source, tmp_path / "dst")
+    written = load_file(tmp_path / "dst" / "model.safetensors")
+    assert written[Q1].dtype == torch.float16
+
+
 def test_a_calibration_of_fp8_is_that_of_the_dequantized_model(
     bfloat16_source, calibrating, tmp_path
 ):
