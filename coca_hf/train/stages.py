@@ -301,6 +301,18 @@ def _announce_surprises(recipe: Recipe, stage: ResolvedStage) -> None:
             f"{where}: got seed {seed}, which draws adapters, dropout and noise; data.seed draws the "
             "blocks"
         )
+    if stage.own_options.held_out_steps and not recipe.data.held_out_blocks:
+        announce(f"{where}: measures no held-out loss: data.held_out_blocks is 0")
+    arguments, given = stage.arguments, recipe.trainer_options(stage.of_recipe)
+    if arguments.gradient_checkpointing_kwargs and not arguments.gradient_checkpointing:
+        announce(
+            f"{where}: recomputes nothing: gradient_checkpointing_kwargs need "
+            "gradient_checkpointing=true"
+        )
+    of_optimizer = StageTrainer.get_optimizer_cls_and_kwargs(arguments)[1]
+    taken_as = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps"}
+    if unused := [key for key in taken_as if key in given and taken_as[key] not in of_optimizer]:
+        announce(f"{where}: optim {arguments.optim.value} does not take {', '.join(unused)}")
     max_steps = stage.arguments.max_steps
     if (warmup_steps := stage.arguments.get_warmup_steps(max_steps)) >= max_steps:
         announce(
