@@ -108,6 +108,10 @@ def test_a_field_whose_effect_the_config_lists_by_layer_is_refused(recipe_path, 
     config = start_config(load_recipe(recipe_path, [*settings, full]))
     assert config.layer_types == ["full_attention"] * 3
     start_config(load_recipe(recipe_path, [settings[0], "config.max_window_layers=2"]))
+    coca_hf.CocaQwen2Config(**sizes, coca_kept_layers=[1]).save_pretrained(tmp_path / "kept")
+    window = [f"model={tmp_path / 'kept'}", "config.coca_kept_window=5"]  # sets the types itself
+    types = ["full_attention", "sliding_attention", "full_attention"]
+    assert start_config(load_recipe(recipe_path, window)).layer_types == types
 
 
 @pytest.fixture
