@@ -194,9 +194,9 @@ def _ready(
     else:
         announce(f"data: preparing {num_blocks:,} blocks in {corpus.directory}")
         blocks = corpus.prepare(num_blocks)
-    announce(
-        f"data: {len(blocks):,} blocks, {size_in_words(blocks.num_bytes)}, in {blocks.directory}"
-    )
+    taken = f"; this run takes the first {num_blocks:,}" if len(blocks) > num_blocks else ""
+    size = size_in_words(blocks.num_bytes)
+    announce(f"data: {len(blocks):,} blocks, {size}, in {blocks.directory}{taken}")
     announce("\n".join(blocks.read_of_sources()))
     if (found := len(blocks.held_out)) < recipe.data.held_out_blocks:
         announce(
