@@ -53,7 +53,7 @@ from coca_hf.train.processes import (
     main_process_first,
     stop_on_signals,
 )
-from coca_hf.train.recipe import Recipe
+from coca_hf.train.recipe import Recipe, has_bounds
 from coca_hf.train.run_directory import (
     PARTIAL,
     STOPPED,
@@ -313,8 +313,11 @@ def _announce_surprises(recipe: Recipe, stage: ResolvedStage) -> None:
     taken_as = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps"}
     if unused := [key for key in taken_as if key in given and taken_as[key] not in of_optimizer]:
         announce(f"{where}: optim {arguments.optim.value} does not take {', '.join(unused)}")
-    max_steps = stage.arguments.max_steps
-    if (warmup_steps := stage.arguments.get_warmup_steps(max_steps)) >= max_steps:
+    max_steps = arguments.max_steps
+    warmup_steps = arguments.get_warmup_steps(max_steps)
+    if has_bounds(arguments) and "start_lr" in arguments.lr_scheduler_kwargs and not warmup_steps:
+        announce(f"{where}: never has the rate start_lr: warmup_steps is 0")
+    if warmup_steps >= max_steps:
         announce(
             f"{where}: got warmup_steps {warmup_steps:,} of {max_steps:,} steps, expected fewer, "
             "so that the warm-up ends"

@@ -364,6 +364,7 @@ ANNOUNCED = {
     "stages.k.warmup_steps=7": "stages.k: got warmup_steps 7 of 1 steps, expected fewer",
     "training.seed=3": "stages.k: got seed 3, which draws adapters, dropout and noise; data.seed draws the blocks",
     "training.logging_steps=2": "stages.k: keeps its own, not training.logging_steps=2; override it",
+    "stages.k.lr_scheduler_kwargs={start_lr: 1e-4}": "stages.k: never has the rate start_lr: warm",
     "stages.k.held_out_steps=1": "stages.k: measures no held-out loss: data.held_out_blocks is 0",
     "stages.k.gradient_checkpointing_kwargs={use_reentrant: false}": "stages.k: recomputes nothing",
     "stages.k.optim=sgd; training.adam_beta2=0.9": "stages.k: optim sgd does not take adam_beta2",
