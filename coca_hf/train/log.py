@@ -75,8 +75,8 @@ class StageLog(TrainerCallback, ExportableState):
 
     def measure(self, step: int) -> dict[str, float]:
         """Tokens a second over all processes, from the last call to the end of step `step`; the
-        peak of this process's memory, in bytes (on a CPU, its present memory); and MFU on a GPU of
-        known peak.
+        peak of this process's memory in this stage, in bytes (on a CPU, its present memory); and MFU
+        on a GPU of known peak.
         """
         state, now = PartialState(), time.monotonic()
         tokens = (step - self._measured_step) * self.blocks_per_step * self.seq_len
@@ -97,6 +97,8 @@ class StageLog(TrainerCallback, ExportableState):
     def on_train_begin(self, args, state, control, **kwargs):
         self._started = self._measured = time.monotonic()
         self._measured_step = state.global_step
+        if PartialState().device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # an earlier stage may have taken more
         if state.is_world_process_zero:
             self._forget_after(state.global_step)
 

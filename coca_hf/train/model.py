@@ -37,6 +37,8 @@ from coca_hf.train.recipe import Recipe, Stage
 
 # Patterns of files that every stage copies from the model that it starts from
 HANDED_ON = (CONVERSION, *FOREIGN_TOKENIZERS, *LICENCE_FILES)
+# Fields with an item for every layer that configs compute from others, unless they are given
+LISTED_BY_LAYER = ("layer_types", "no_rope_layers")
 LOAD_IN_ONE_PROCESS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # of Accelerate's configuration
 
 
@@ -163,7 +165,8 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
     keeps the others.
 
     Raises CocaError for a field that the model's config does not have (naming the nearest) or of
-    another type, for a factor of a RoPE type that has none, and for more positions with dynamic NTK.
+    another type, for one that would change nothing, for a factor of a RoPE type that has none, and
+    for more positions with dynamic NTK.
     """
     overrides = dict(recipe.config)
     if recipe.model is None:
@@ -184,6 +187,11 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
         if key not in known:
             closest = nearest(str(key), known)
             raise CocaError(f"config: {kind} has no {short(key)}; nearest: {closest}")
+        if key == "dtype":
+            raise CocaError(
+                f"config.dtype: got {short(value)}, but a run keeps its weights in float32; leave it "
+                "out, and give training.bf16=true to compute in bfloat16"
+            )
         before = getattr(config, key)
         if isinstance(before, dict) and not isinstance(value, dict):
             raise CocaError(
@@ -207,7 +215,36 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
             "which has none; add rope_type, such as linear, dynamic or yarn, or leave factor out"
         )
     with library_errors(f"config: {kind} does not take it"):
-        return type(config)(**{**kept, **merged})
+        overridden = type(config)(**{**kept, **merged})
+    _check_layers_follow(overridden, kept, merged)
+    return overridden
+
+
+def _check_layers_follow(
+    overridden: PreTrainedConfig, kept: dict[str, Any], overrides: dict[str, Any]
+) -> None:
+    """Raises CocaError for an override such as `max_window_layers` that transformers would ignore,
+    because the checkpoint's config lists what follows from it for every layer.
+
+    overridden: the config of the fields `kept` with the `overrides`.
+    """
+    kind = type(overridden)
+    for listed in LISTED_BY_LAYER:
+        if listed in overrides or kept.get(listed) is None:
+            continue
+        try:
+            before, now = (
+                getattr(kind(**{**fields, listed: None}), listed)
+                for fields in (kept, {**kept, **overrides})
+            )
+        except Exception:  # configs raise anything: this one needs its list
+            continue
+        if now not in (before, getattr(overridden, listed)):
+            names = [key for key in overrides if overrides[key] != kept.get(key)]
+            raise CocaError(
+                f"config.{', '.join(names)}: would not change {listed}, which the checkpoint's "
+                f"config lists for every layer; give config.{listed} too"
+            )
 
 
 def _keep_trained_length_(overrides: dict[str, Any], checkpoint: PreTrainedConfig) -> None:

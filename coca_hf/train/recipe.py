@@ -73,6 +73,7 @@ DEFAULTS = {
 # The TrainingArguments that a recipe may not set, by the reason that the error gives
 NOT_SET = {
     "results lie in OUT/<number>-<name>; give OUT with --out": "output_dir",
+    "all machines see OUT, which the main process writes": "save_on_each_node",
     "give max_steps, the length of a stage": "num_train_epochs",
     "transformers does not shift the labels of models that it does not know": (
         "label_smoothing_factor"

@@ -53,7 +53,7 @@ from coca_hf.train.processes import (
     main_process_first,
     stop_on_signals,
 )
-from coca_hf.train.recipe import Recipe
+from coca_hf.train.recipe import Recipe, has_bounds
 from coca_hf.train.run_directory import (
     PARTIAL,
     STOPPED,
@@ -194,9 +194,9 @@ def _ready(
     else:
         announce(f"data: preparing {num_blocks:,} blocks in {corpus.directory}")
         blocks = corpus.prepare(num_blocks)
-    announce(
-        f"data: {len(blocks):,} blocks, {size_in_words(blocks.num_bytes)}, in {blocks.directory}"
-    )
+    taken = f"; this run takes the first {num_blocks:,}" if len(blocks) > num_blocks else ""
+    size = size_in_words(blocks.num_bytes)
+    announce(f"data: {len(blocks):,} blocks, {size}, in {blocks.directory}{taken}")
     announce("\n".join(blocks.read_of_sources()))
     if (found := len(blocks.held_out)) < recipe.data.held_out_blocks:
         announce(
@@ -301,8 +301,23 @@ def _announce_surprises(recipe: Recipe, stage: ResolvedStage) -> None:
             f"{where}: got seed {seed}, which draws adapters, dropout and noise; data.seed draws the "
             "blocks"
         )
-    max_steps = stage.arguments.max_steps
-    if (warmup_steps := stage.arguments.get_warmup_steps(max_steps)) >= max_steps:
+    if stage.own_options.held_out_steps and not recipe.data.held_out_blocks:
+        announce(f"{where}: measures no held-out loss: data.held_out_blocks is 0")
+    arguments, given = stage.arguments, recipe.trainer_options(stage.of_recipe)
+    if arguments.gradient_checkpointing_kwargs and not arguments.gradient_checkpointing:
+        announce(
+            f"{where}: recomputes nothing: gradient_checkpointing_kwargs need "
+            "gradient_checkpointing=true"
+        )
+    of_optimizer = StageTrainer.get_optimizer_cls_and_kwargs(arguments)[1]
+    taken_as = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps"}
+    if unused := [key for key in taken_as if key in given and taken_as[key] not in of_optimizer]:
+        announce(f"{where}: optim {arguments.optim.value} does not take {', '.join(unused)}")
+    max_steps = arguments.max_steps
+    warmup_steps = arguments.get_warmup_steps(max_steps)
+    if has_bounds(arguments) and "start_lr" in arguments.lr_scheduler_kwargs and not warmup_steps:
+        announce(f"{where}: never has the rate start_lr: warmup_steps is 0")
+    if warmup_steps >= max_steps:
         announce(
             f"{where}: got warmup_steps {warmup_steps:,} of {max_steps:,} steps, expected fewer, "
             "so that the warm-up ends"

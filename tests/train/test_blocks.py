@@ -473,6 +473,11 @@ def test_a_run_prepares_the_blocks_up_to_its_last_stage_says_where_and_continues
         assert f"data: preparing {count} blocks in {made}\n" in printed
         assert re.search(rf"data: {count} blocks, 0\.0\d MB, in {made}\n", printed)
         assert printed.count(": blocks of all documents\n") == 2
+    run_recipe(
+        load_recipe(recipe_path, [f"data.prepared={tmp_path / 'other'}"]), tmp_path / "k", "k"
+    )
+    printed = capsys.readouterr().out
+    assert re.search(rf"data: 48 blocks, .*, in {made}; this run takes the first 12\n", printed)
     assert logged(tmp_path / "out/3-full") == logged(unbroken / "3-full")
 
 

@@ -5,8 +5,10 @@ import json
 import re
 import sys
 from contextlib import redirect_stdout
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import TrainerState
@@ -130,3 +132,20 @@ def test_measuring_the_held_out_loss_is_not_training_time(tmp_path, monkeypatch)
         pass
     assert log.seconds == 5 + 7 + 3
     assert log.measure(step=3)["tokens_per_second"] == 3 * 6 * 8 / (7 + 4)
+
+
+def test_the_peak_of_memory_is_that_of_the_stage_and_not_of_an_earlier_one(tmp_path, monkeypatch):
+    peak = [9 * 2**30]  # of an earlier stage
+
+    def forget() -> None:
+        peak[0] = 0
+
+    on_a_gpu = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
+    monkeypatch.setattr("coca_hf.train.log.PartialState", lambda: on_a_gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", forget)
+    log = StageLog(tmp_path / "log.jsonl", 8, 6, 1, 0, start_place(0))
+    log.on_train_begin(None, TrainerState(is_world_process_zero=False), None)
+    peak[0] += 2**30
+    assert log.measure(step=1)["memory_bytes"] == 2**30

@@ -151,6 +151,7 @@ BAD_SETTINGS = {  # or several together
     "training.output_dir=x": "'output_dir' is not a recipe's to set: results lie in OUT",
     "training.eval_steps=5": "evaluate the result with coca-eval",
     "training.num_train_epochs=2": "give max_steps",
+    "training.save_on_each_node=true": "all machines see OUT, which the main process writes",
     "training.save_strategy=epoch": "there are no epochs",
     "training.save_total_limit=0": "stages.k: got save_total_limit 0, expected at least 1",
     "training.ddp_timeout=0": "stages.k: got ddp_timeout 0, expected at least 1",

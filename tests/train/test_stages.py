@@ -364,6 +364,10 @@ ANNOUNCED = {
     "stages.k.warmup_steps=7": "stages.k: got warmup_steps 7 of 1 steps, expected fewer",
     "training.seed=3": "stages.k: got seed 3, which draws adapters, dropout and noise; data.seed draws the blocks",
     "training.logging_steps=2": "stages.k: keeps its own, not training.logging_steps=2; override it",
+    "stages.k.lr_scheduler_kwargs={start_lr: 1e-4}": "stages.k: never has the rate start_lr: warm",
+    "stages.k.held_out_steps=1": "stages.k: measures no held-out loss: data.held_out_blocks is 0",
+    "stages.k.gradient_checkpointing_kwargs={use_reentrant: false}": "stages.k: recomputes nothing",
+    "stages.k.optim=sgd; training.adam_beta2=0.9": "stages.k: optim sgd does not take adam_beta2",
     "data.held_out_blocks=99": "data.held_out_blocks: got text for 16 of 99, because a tenth of",
 }
 
@@ -372,7 +376,8 @@ ANNOUNCED = {
 def test_what_a_run_does_otherwise_than_its_recipe_seems_to_say_is_announced(
     setting, global_batch_path, tiny_llama_dir, tmp_path, capsys
 ):
-    recipe = load_recipe(global_batch_path, [setting.replace("ORIGINAL", str(tiny_llama_dir))])
+    settings = setting.replace("ORIGINAL", str(tiny_llama_dir)).split("; ")
+    recipe = load_recipe(global_batch_path, settings)
     with interrupted_in_step(1):
         run_recipe(recipe, tmp_path / "out")
     printed = capsys.readouterr().out

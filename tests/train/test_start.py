@@ -36,7 +36,7 @@ from coca_hf.train.preflight import (
 from coca_hf.train.recipe import Recipe, load_recipe
 from coca_hf.train.run_directory import begin_out, check_out
 from coca_hf.train.stages import prepare_recipe, run_recipe
-from tests.conftest import TINY
+from tests.conftest import TINY, refused
 from tests.train.results import assert_same_weights, changed, logged, record, weights
 
 WIDE = {"hidden_size": 48, "intermediate_size": 80}
@@ -91,6 +91,29 @@ def test_raised_positions_are_refused_with_dynamic_ntk_which_they_would_undo(rec
         start_config(load_recipe(recipe_path, [dynamic, RAISED]))
 
 
+LISTED = {
+    "config.max_window_layers=1": "config.max_window_layers: would not change layer_types, which",
+    "config.use_sliding_window=false": "config.use_sliding_window: would not change layer_types",
+}
+
+
+@pytest.mark.parametrize("setting", LISTED)
+def test_a_field_whose_effect_the_config_lists_by_layer_is_refused(recipe_path, tmp_path, setting):
+    sizes = {name: size for name, size in TINY.items() if name != "rms_norm_eps"}
+    windows = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
+    coca_hf.CocaQwen2Config(**sizes, **windows).save_pretrained(tmp_path / "qwen2")
+    settings = [f"model={tmp_path / 'qwen2'}", setting]
+    refused(LISTED[setting], start_config, load_recipe(recipe_path, settings))
+    full = "config.layer_types=[full_attention, full_attention, full_attention]"
+    config = start_config(load_recipe(recipe_path, [*settings, full]))
+    assert config.layer_types == ["full_attention"] * 3
+    start_config(load_recipe(recipe_path, [settings[0], "config.max_window_layers=2"]))
+    coca_hf.CocaQwen2Config(**sizes, coca_kept_layers=[1]).save_pretrained(tmp_path / "kept")
+    window = [f"model={tmp_path / 'kept'}", "config.coca_kept_window=5"]  # sets the types itself
+    types = ["full_attention", "sliding_attention", "full_attention"]
+    assert start_config(load_recipe(recipe_path, window)).layer_types == types
+
+
 @pytest.fixture
 def scratch_path(recipe_tree, tiny_coca_dir, tmp_path):
     del recipe_tree["model"]
@@ -114,6 +137,7 @@ def test_a_model_from_scratch_trains_to_a_checkpoint_twice_the_same(scratch_path
 BAD_STARTS = {
     "config.hidden_sizes=3": "config: CocaLlamaConfig has no 'hidden_sizes'; nearest: hidden_size",
     "config.hidden_size=large": "config: CocaLlamaConfig does not take it: .*'hidden_size' expected int",
+    "config.dtype=bfloat16": r"config\.dtype: got 'bfloat16', but a run keeps its weights in float32",
     "config.model_type=coca_lama": "coca_lama from scratch: cannot be loaded",
     "config.vocab_size=100": "config.vocab_size: got 100, expected at least the tokenizer's 259",
     "config.rope_parameters.factor=4": r"config\.rope_parameters: got a factor of 4 with rope_type default",
