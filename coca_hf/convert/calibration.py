@@ -24,7 +24,7 @@ import json
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -215,7 +215,8 @@ class Calibration:
             notice = f"measuring the harm of converting each of {number} layers alone"
             report(CalibrationProgress(number, number, None, notice))
             self.harms = layer_harms(pairs, fitted, self.ranking_blocks, folder)
-            kept = most_harmful(self.harms, None if self.ranked == "auto" else int(self.ranked))
+            wanted = None if self.ranked == "auto" else int(self.ranked)
+            kept = most_harmful(self.harms, layout.converted, wanted)
             named_kept = ", ".join(map(str, kept))
             notice = f"keeping layers {named_kept}; measuring the fits of the others beside them"
             report(CalibrationProgress(0, number, None, notice))
@@ -561,10 +562,12 @@ def _prediction_divergences(pairs: LayerPairs, streams: list[HiddenStates]) -> T
     return sums / blocks
 
 
-def most_harmful(harms: list[float], number: int | None) -> list[int]:
-    """The `number` layers of greatest harm; None: the fewest with `AUTO_SHARE` of the sum."""
-    order = sorted(range(len(harms)), key=lambda layer: -harms[layer])
+def most_harmful(harms: list[float], converted: Collection[int], number: int | None) -> list[int]:
+    """The `number` layers of greatest harm out of `converted`, those that are not kept anyway, which
+    have a harm of 0; None: the fewest with `AUTO_SHARE` of the sum.
+    """
+    order = sorted(converted, key=lambda layer: -harms[layer])
     if number is None:
         done = torch.tensor([max(harms[layer], 0.0) for layer in order]).cumsum(0)
-        number = int((done < AUTO_SHARE * done[-1]).sum()) + 1
+        number = int((done < AUTO_SHARE * done[-1:]).sum()) + 1
     return sorted(order[:number])
