@@ -478,7 +478,7 @@ def perplexity(pairs: LayerPairs, states: HiddenStates, blocks: Tensor) -> float
         cross_entropy(linear(norm(row), head), ids, reduction="sum").item()
         for row, ids in zip(rows, following, strict=True)
     ]
-    return math.exp(sum(losses) / blocks[:, 1:].numel())
+    return math.exp(min(sum(losses) / blocks[:, 1:].numel(), 700))
 
 
 def remove_states(folder: Path) -> None:

@@ -106,6 +106,15 @@ def test_attention_gets_closer_except_in_kept_layers_and_perplexities_are_those_
     assert result.perplexity == pytest.approx(expected, rel=1e-4)
 
 
+@torch.no_grad()
+def test_a_loss_whose_perplexity_no_number_holds_does_not_end_a_calibration(pairs_of, tmp_path):
+    original, ids = stock_model("llama"), tokens(6, WINDOW)
+    original.lm_head.weight.mul_(1e6)
+    with torch.enable_grad():
+        result = calibrate(pairs_of(original), ids, ids[:2], tmp_path / "layers", passes=1)
+    assert result.perplexity["original"] == math.exp(700)
+
+
 @pytest.mark.parametrize("case", ["llama", "qwen3-window", "neox-partial"])
 def test_a_layer_at_a_time_gives_the_bits_of_fits_in_a_whole_model(case, pairs_of, tmp_path):
     original, ids = stock_model(case), tokens(9, WINDOW)
