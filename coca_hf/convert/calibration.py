@@ -115,6 +115,7 @@ class Calibration:
 
     ranked: how many layers to keep, those whose conversion harms most, or `auto`; None if they are
     named. chooses_content: whether the fit decides which layers are content layers.
+    reads_source: whether fitted layers are for the source's very numbers; not in a plan.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Calibration:
         seed: int,
         ranked: int | str | None,
         chooses_content: bool,
+        reads_source: bool,
     ):
         if layout.from_coca or layout.released:
             raise CocaError(
@@ -160,6 +162,7 @@ class Calibration:
         others = ("coca_kept_layers", "coca_kept_window", "dtype")
         settings = {
             "source": layout.source.states(),
+            "numbers": layout.source.content_hash() if reads_source else None,
             "blocks": [blocks.shape, self.blocks_hash],
             "held out": xxhash.xxh3_128_hexdigest(bytes_of(held_out)),
             "fit": [layout.config.coca_constraint, seed, passes, device, self.dtype],

@@ -52,6 +52,7 @@ from tests.conftest import refused
 from tests.convert.checkpoints import (
     assert_same_weights,
     edit_config,
+    edit_weights,
     exit_code_of,
     record_of,
     refuses,
@@ -635,11 +636,21 @@ def other_code(source, text, monkeypatch):
     monkeypatch.setattr("coca_hf.convert.layout.CODE", code)
 
 
+def other_numbers(source, *_):
+    """As a copy or an archive may leave them, with the size and the time of those before."""
+    file = source / "model.safetensors"
+    times = file.stat()
+    edit_weights(source, lambda tensors: tensors["model.norm.weight"].mul_(2))
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert file.stat().st_size == times.st_size
+
+
 OTHERS = {
     "seed": lambda *_: {"seed": 1},
     "passes": lambda *_: {"calibrate_passes": 1},
     "text": lambda _, text, __: [text.write_text(text.read_text().replace("times", "plus"))],
     "source": lambda source, *_: os.utime(source / "model.safetensors", ns=(1, 1)),
+    "numbers": other_numbers,
     "config": lambda source, *_: edit_config(source, rms_norm_eps=1e-5),
     "a shorter layer": damaged_layer(lambda data: data[:-100]),
     "another byte": damaged_layer(lambda data: data[:-1] + b"?"),
