@@ -200,8 +200,10 @@ def make_content_layer_(attention: CocaAttention, is_content_layer: bool) -> Non
 
 
 def _trial_stride(num_blocks: int) -> int:
-    """Which blocks a trial sees, every n-th, because the last half of them has repeated passages."""
-    return math.ceil(num_blocks / TRIAL_STEPS)
+    """Which blocks a trial sees, every n-th, because the last half of them has repeated passages; an
+    odd n, because these are of four kinds in turn.
+    """
+    return math.ceil(num_blocks / TRIAL_STEPS) | 1
 
 
 class Strata:

@@ -24,7 +24,7 @@ import json
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,6 +115,7 @@ class Calibration:
 
     ranked: how many layers to keep, those whose conversion harms most, or `auto`; None if they are
     named. chooses_content: whether the fit decides which layers are content layers.
+    reads_source: whether fitted layers are for the source's very numbers; not in a plan.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Calibration:
         seed: int,
         ranked: int | str | None,
         chooses_content: bool,
+        reads_source: bool,
     ):
         if layout.from_coca or layout.released:
             raise CocaError(
@@ -160,6 +162,7 @@ class Calibration:
         others = ("coca_kept_layers", "coca_kept_window", "dtype")
         settings = {
             "source": layout.source.states(),
+            "numbers": layout.source.content_hash() if reads_source else None,
             "blocks": [blocks.shape, self.blocks_hash],
             "held out": xxhash.xxh3_128_hexdigest(bytes_of(held_out)),
             "fit": [layout.config.coca_constraint, seed, passes, device, self.dtype],
@@ -215,7 +218,8 @@ class Calibration:
             notice = f"measuring the harm of converting each of {number} layers alone"
             report(CalibrationProgress(number, number, None, notice))
             self.harms = layer_harms(pairs, fitted, self.ranking_blocks, folder)
-            kept = most_harmful(self.harms, None if self.ranked == "auto" else int(self.ranked))
+            wanted = None if self.ranked == "auto" else int(self.ranked)
+            kept = most_harmful(self.harms, layout.converted, wanted)
             named_kept = ", ".join(map(str, kept))
             notice = f"keeping layers {named_kept}; measuring the fits of the others beside them"
             report(CalibrationProgress(0, number, None, notice))
@@ -477,7 +481,7 @@ def perplexity(pairs: LayerPairs, states: HiddenStates, blocks: Tensor) -> float
         cross_entropy(linear(norm(row), head), ids, reduction="sum").item()
         for row, ids in zip(rows, following, strict=True)
     ]
-    return math.exp(sum(losses) / blocks[:, 1:].numel())
+    return math.exp(min(sum(losses) / blocks[:, 1:].numel(), 700))
 
 
 def remove_states(folder: Path) -> None:
@@ -561,10 +565,12 @@ def _prediction_divergences(pairs: LayerPairs, streams: list[HiddenStates]) -> T
     return sums / blocks
 
 
-def most_harmful(harms: list[float], number: int | None) -> list[int]:
-    """The `number` layers of greatest harm; None: the fewest with `AUTO_SHARE` of the sum."""
-    order = sorted(range(len(harms)), key=lambda layer: -harms[layer])
+def most_harmful(harms: list[float], converted: Collection[int], number: int | None) -> list[int]:
+    """The `number` layers of greatest harm out of `converted`, those that are not kept anyway, which
+    have a harm of 0; None: the fewest with `AUTO_SHARE` of the sum.
+    """
+    order = sorted(converted, key=lambda layer: -harms[layer])
     if number is None:
         done = torch.tensor([max(harms[layer], 0.0) for layer in order]).cumsum(0)
-        number = int((done < AUTO_SHARE * done[-1]).sum()) + 1
+        number = int((done < AUTO_SHARE * done[-1:]).sum()) + 1
     return sorted(order[:number])

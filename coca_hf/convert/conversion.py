@@ -181,6 +181,8 @@ def convert_checkpoint(
                 make_card(made, records.get(TRAINING, {}))
         preflight.check_kept_number(ranked, layout)
         calibration = None
+        # weights in `scratch` are headers alone
+        numbers_are_here = scratch not in source.directory.parents
         if calibrate_on is not None:
             block = min(calibrate_block, reach(layout.config))
             check_kept_window(keep_window, ranked or named, block)
@@ -196,6 +198,7 @@ def convert_checkpoint(
                 seed,
                 ranked=ranked,
                 chooses_content=chooses_content,
+                reads_source=numbers_are_here and not dry_run,
             )
 
         expected, possible = layout, [layout]
@@ -206,8 +209,7 @@ def convert_checkpoint(
         preflight.check_room(expected, target, *(calibration.needs[1:] if calibration else ()))
         is_open = bool(chooses_content or ranked)
         _begin(staging, layout, calibration, is_open)
-        # weights in `scratch` are headers alone
-        numbers_are_here, began = scratch not in source.directory.parents, time.perf_counter()
+        began = time.perf_counter()
         if (calibration or dry_run) and numbers_are_here:
             preflight.check_numbers(possible, calibrates=calibration is not None)
         if dry_run:

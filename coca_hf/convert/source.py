@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import xxhash
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.utils import HFValidationError, filter_repo_objects
 from torch import Tensor
@@ -249,6 +250,17 @@ class Source:
         """Values that change whenever a file of weights or the adapter's factor changes."""
         adapter = [(int(self.adapter.record["xxh3_128"], 16),)] if self.adapter else []
         return sorted([*self._current_states().values(), *adapter])
+
+    def content_hash(self) -> str:
+        """xxh3_128 of all tensors and their names, an adapter merged. Files may change and have the
+        same `states`: copies and archives set times.
+        """
+        digest = xxhash.xxh3_128()
+        for name in sorted(self.shapes()):
+            digest.update(name.encode())
+            for block in self.blocks(name):
+                digest.update(block.view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
     def close(self) -> None:
         for weights in self._files.values():

@@ -52,6 +52,7 @@ from tests.conftest import refused
 from tests.convert.checkpoints import (
     assert_same_weights,
     edit_config,
+    edit_weights,
     exit_code_of,
     record_of,
     refuses,
@@ -104,6 +105,15 @@ def test_attention_gets_closer_except_in_kept_layers_and_perplexities_are_those_
     expected = {"original": perplexity(original, ids[:8]), "start": perplexity(coca, ids[:8])}
     assert not coca.load_state_dict(result.tensors, strict=False).unexpected_keys
     assert result.perplexity == pytest.approx(expected, rel=1e-4)
+
+
+@torch.no_grad()
+def test_a_loss_whose_perplexity_no_number_holds_does_not_end_a_calibration(pairs_of, tmp_path):
+    original, ids = stock_model("llama"), tokens(6, WINDOW)
+    original.lm_head.weight.mul_(1e6)
+    with torch.enable_grad():
+        result = calibrate(pairs_of(original), ids, ids[:2], tmp_path / "layers", passes=1)
+    assert result.perplexity["original"] == math.exp(700)
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3-window", "neox-partial"])
@@ -626,11 +636,21 @@ def other_code(source, text, monkeypatch):
     monkeypatch.setattr("coca_hf.convert.layout.CODE", code)
 
 
+def other_numbers(source, *_):
+    """As a copy or an archive may leave them, with the size and the time of those before."""
+    file = source / "model.safetensors"
+    times = file.stat()
+    edit_weights(source, lambda tensors: tensors["model.norm.weight"].mul_(2))
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert file.stat().st_size == times.st_size
+
+
 OTHERS = {
     "seed": lambda *_: {"seed": 1},
     "passes": lambda *_: {"calibrate_passes": 1},
     "text": lambda _, text, __: [text.write_text(text.read_text().replace("times", "plus"))],
     "source": lambda source, *_: os.utime(source / "model.safetensors", ns=(1, 1)),
+    "numbers": other_numbers,
     "config": lambda source, *_: edit_config(source, rms_norm_eps=1e-5),
     "a shorter layer": damaged_layer(lambda data: data[:-100]),
     "another byte": damaged_layer(lambda data: data[:-1] + b"?"),

@@ -191,6 +191,15 @@ def test_auto_chooses_the_layers_that_a_short_fit_brings_nearer(
     assert_same_weights(tmp_path / "named", tmp_path / "auto")
 
 
+@pytest.mark.parametrize("number", [32, 512, 1200, 5000])
+def test_a_trial_sees_text_and_all_four_kinds_of_repeated_blocks_and_not_too_many(number):
+    seen = range(number)[:: calibrate._trial_stride(number)]
+    repeated = [block - number // 2 for block in seen if block >= number // 2]
+    assert {block % 4 for block in repeated} == {0, 1, 2, 3}
+    assert 0.4 < len(repeated) / len(seen) < 0.6
+    assert min(number, 160) <= len(seen) <= 320
+
+
 def test_a_field_of_another_version_that_is_not_set_is_dropped(tiny_llama_dir, tmp_path):
     convert_checkpoint(tiny_llama_dir, tmp_path / "dst")
     edit_config(tmp_path / "dst", coca_other_layers=[], coca_log_scale=0.0)

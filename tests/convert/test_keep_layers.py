@@ -185,11 +185,19 @@ def test_the_harm_of_a_layer_is_that_of_its_conversion_alone(case, pairs_of, tmp
 
 
 def test_auto_keeps_the_fewest_layers_that_do_half_of_the_harm():
-    assert most_harmful([0.1, 0.5, 0.2, 0.3], 2) == [1, 3]
-    assert most_harmful([0.1, 0.5, 0.2, 0.3], None) == [1, 3]
-    assert most_harmful([0.1, 0.6, 0.2, 0.3], None) == [1]
-    assert most_harmful([0.2, 0.2, 0.2, 0.2], None) == [0, 1]
-    assert most_harmful([-0.3, 0.2, 0.2, 0.2], None) == [1, 2]  # does none
+    assert most_harmful([0.1, 0.5, 0.2, 0.3], range(4), 2) == [1, 3]
+    assert most_harmful([0.1, 0.5, 0.2, 0.3], range(4), None) == [1, 3]
+    assert most_harmful([0.1, 0.6, 0.2, 0.3], range(4), None) == [1]
+    assert most_harmful([0.2, 0.2, 0.2, 0.2], range(4), None) == [0, 1]
+    assert most_harmful([-0.3, 0.2, 0.2, 0.2], range(4), None) == [1, 2]  # does none
+
+
+def test_layers_that_are_kept_anyway_take_no_place_among_the_most_harmful():
+    """SmolLM3's without rotary embedding have a harm of 0, and others may have less."""
+    harms, converted = [-0.2, 0.3, 0.0, -0.1], [0, 1, 3]
+    assert most_harmful(harms, converted, 2) == [1, 3]
+    assert most_harmful(harms, converted, 4) == [0, 1, 3]
+    assert most_harmful([-0.2, -0.3, 0.0, -0.1], converted, None) == [3]
 
 
 def test_the_command_keeps_the_layers_whose_calibrated_conversion_harms_most(
@@ -208,7 +216,7 @@ def test_the_command_keeps_the_layers_whose_calibrated_conversion_harms_most(
     assert f"data.skip_positions={record['calibration']['reach']}\n" in advice
     harms = record["calibration"]["layer_harm"]
     assert len(harms) == 3
-    kept = most_harmful(harms, None)
+    kept = most_harmful(harms, range(3), None)
     assert record["kept_layers"] == kept
     divergences = [layer["kl_fitted"] for layer in record["calibration"]["attention_kl"]]
     assert [divergence == 0 for divergence in divergences] == [n in kept for n in range(3)]
@@ -267,7 +275,7 @@ def test_kept_layers_get_a_window_and_everything_tells_of_it(
     calibrating = {"calibrate_on": str(text), "calibrate_tokens": 256, "calibrate_block": 16}
     calibrating |= {"calibrate_passes": 1, "keep_layers": 2, "keep_window": 16}
     calibrated = convert_checkpoint(tiny_llama_dir, tmp_path / "calibrated", **calibrating)
-    most = most_harmful(calibrated["calibration"]["layer_harm"], 2)
+    most = most_harmful(calibrated["calibration"]["layer_harm"], range(3), 2)
     assert (calibrated["kept_layers"], calibrated["kept_window"]) == (most, 16)
     assert calibrated["calibration"]["reach"] > 16
 

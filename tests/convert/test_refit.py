@@ -64,6 +64,22 @@ def test_every_layer_gets_the_regression_on_what_whole_models_have_there(case, p
     torch.testing.assert_close(states[:], last[0], rtol=1e-4, atol=1e-5)
 
 
+@torch.no_grad()
+def test_a_layer_whose_values_are_zero_keeps_its_w_o(pairs_of, tmp_path):
+    original, ids = stock_model("llama"), tokens(5, WINDOW)
+    original.model.layers[1].self_attn.v_proj.weight.zero_()
+    outputs, states = refit_outputs(pairs_of(original), {}, ids, ids[:1], tmp_path)
+    attentions = [layer.self_attn for layer in original.model.layers]
+    kept = [
+        torch.equal(
+            outputs[f"model.layers.{number}.self_attn.o_proj.weight"], attention.o_proj.weight
+        )
+        for number, attention in enumerate(attentions)
+    ]
+    assert kept == [False, True, False]
+    assert states[:].isfinite().all()
+
+
 def test_a_quarter_of_text_and_of_repeated_passages_is_fitted_on_or_as_much_as_w_o_needs():
     config, blocks = stock_model("llama").config, torch.zeros(4000, 64)
     chosen = blocks_to_refit_on(config, blocks, seed=3)
