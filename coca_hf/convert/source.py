@@ -343,8 +343,7 @@ def _check_readable(reader: Any, file: Path) -> None:
     """Raise CocaError for a GGUF file that transformers would not read as llama.cpp does, or whose
     layers it would count for hours.
     """
-    shards = reader.fields.get("split.count")
-    if shards and (number := shards.contents()) > 1:
+    if (number := _value(reader, "split.count", 1)) > 1:
         raise CocaError(
             f"{file}: got one of {number} shards, expected a whole model; merge them with "
             "llama.cpp (llama-gguf-split --merge FIRST_SHARD OUT.gguf)"
@@ -360,13 +359,18 @@ def _check_readable(reader: Any, file: Path) -> None:
             "although it changes the model or its tokens; expected the original safetensors "
             "checkpoint"
         )
-    name = f"{reader.fields['general.architecture'].contents()}.block_count"
-    layers, tensors = reader.fields.get(name), len(reader.tensors)
-    if layers and layers.contents() > tensors:
+    name = f"{_value(reader, 'general.architecture')}.block_count"
+    if (layers := _value(reader, name, 0)) > (tensors := len(reader.tensors)):
         raise CocaError(
-            f"{file}: got {name}={layers.contents()}, expected no more layers than its {tensors} "
-            "tensors; download it again"
+            f"{file}: got {name}={layers}, expected no more layers than its {tensors} tensors; "
+            "download it again"
         )
+
+
+def _value(reader: Any, name: str, default: Any = None) -> Any:
+    """The value of a field of a GGUF file, or `default` if it has none of that name."""
+    field = reader.fields.get(name)
+    return default if field is None else field.contents()
 
 
 def _assumed(reader: Any) -> str | None:
@@ -377,7 +381,7 @@ def _assumed(reader: Any) -> str | None:
     made from older configs. transformers does, too, but leaves queries' and keys' rows in the order
     of llama.cpp's rotation.
     """
-    family = reader.fields["general.architecture"].contents()
+    family = _value(reader, "general.architecture")
     if family not in FAMILIES:
         return None  # refused later
     needed = ("head_count", "head_count_kv", "layer_norm_rms_epsilon")
@@ -406,15 +410,13 @@ def _passed_over(reader: Any) -> str | None:
             return f"{name}={value!r}"
         if name.endswith(".attention.causal") and not (value := field.contents()):
             return f"{name}={value!r}"
-    model, prefix = map(
-        reader.fields.get, ("tokenizer.ggml.model", "tokenizer.ggml.add_space_prefix")
-    )
-    if model and prefix and model.contents() == "llama" and not prefix.contents():
-        return "tokenizer.ggml.add_space_prefix=False"  # byte-level ones never have it
+    name = "tokenizer.ggml.add_space_prefix"  # which byte-level tokenizers never have
+    if _value(reader, "tokenizer.ggml.model") == "llama" and not _value(reader, name, True):
+        return f"{name}=False"
     sizes = ("rope.dimension_count", "attention.head_count", "embedding_length")
-    rotated, heads, width = (reader.fields.get(f"phi3.{size}") for size in sizes)
-    if rotated and heads and width and rotated.contents() * heads.contents() < width.contents():
-        return f"phi3.rope.dimension_count={rotated.contents()}"
+    rotated, heads, width = (_value(reader, f"phi3.{size}") for size in sizes)
+    if rotated and heads and width and rotated * heads < width:
+        return f"phi3.rope.dimension_count={rotated}"
     return None
 
 
@@ -424,18 +426,18 @@ def _set_special_tokens(tokenizer: PreTrainedTokenizerBase, reader: Any) -> None
     transformers 5.17 makes the beginning of a text LLaMA's `eos_token`, too, and adds none to a
     text; later versions add one only where the file has a flag, which older files of LLaMA 3 lack.
     """
-    prefix = "tokenizer.ggml."
-    fields = {name: reader.fields[name].contents for name in reader.fields if prefix in name}
-    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    for name, theirs in names.items():
-        if number := fields.get(f"{prefix}{theirs}_token_id"):
-            token = fields[f"{prefix}tokens"](number())
-            if getattr(tokenizer, f"{name}_token") != token:
-                setattr(tokenizer, f"{name}_token", token)
-    kind, split = (fields.get(f"{prefix}{name}", str)() for name in ("model", "pre"))
-    by_default = {"add_bos_token": kind == "llama" or split in BEGIN_TEXTS, "add_eos_token": False}
-    for name, default in by_default.items():
-        adds = bool(fields.get(f"{prefix}{name}", lambda default=default: default)())
+    prefix = "tokenizer.ggml"
+    for name, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        number = _value(reader, f"{prefix}.{theirs}_token_id")
+        if number is None:
+            continue
+        token = reader.fields[f"{prefix}.tokens"].contents(number)
+        if getattr(tokenizer, f"{name}_token") != token:
+            setattr(tokenizer, f"{name}_token", token)
+    is_llama = _value(reader, f"{prefix}.model") == "llama"
+    begins = is_llama or _value(reader, f"{prefix}.pre") in BEGIN_TEXTS
+    for name, default in (("add_bos_token", begins), ("add_eos_token", False)):
+        adds = bool(_value(reader, f"{prefix}.{name}", default))
         if getattr(tokenizer, name) != adds:
             setattr(tokenizer, name, adds)
 
