@@ -170,14 +170,15 @@ def split_at_space(text: str, share: float) -> tuple[str, str]:
 def skipped_positions(num_blocks: int, length: int, reach: int, seed: int = 0) -> Tensor:
     """Positions of the tokens of every block, (n_b, m), some skipped at a few random places.
 
-    This is PoSE (arXiv 2309.10400). The number skipped at a place is uniform, up to an equal share
-    of the positions by which `reach` exceeds a block. If most numbers were small, maps would be 1.5
-    to 2 times as far from the original's at distances beyond a block.
+    This is PoSE (arXiv 2309.10400). How many are skipped in all is uniform up to what `reach` exceeds
+    a block by, and random shares of that are skipped at each place. Independent numbers would add up
+    to half of it in nearly every block, and distances near `reach` would be rare.
     """
     draw = torch.Generator().manual_seed(seed)
     skips = min(SKIPS, length // TOKENS_A_SKIP)
     places = torch.randint(1, length, (num_blocks, skips), generator=draw)
-    most = max(0, reach - length) // max(1, skips)
-    left_out = ((most + 1) * torch.rand(num_blocks, skips, generator=draw)).long()
+    total = (max(0, reach - length) + 1) * torch.rand(num_blocks, 1, generator=draw)
+    shares = torch.rand(num_blocks, skips, generator=draw)
+    left_out = (total * shares / shares.sum(1, keepdim=True)).long()
     steps = torch.ones(num_blocks, length, dtype=torch.long).scatter_add_(1, places, left_out)
     return steps.cumsum(1) - 1
