@@ -9,9 +9,12 @@ biases)
   attention that way). No gradient passes between layers, so none has to compensate for the others.
 - The weights protect the first few tokens. A CoCA score is largest at distance 0, and a second token
   that attends to itself looks like the first one, which some MLP then makes an attention sink.
-- Competition among many keys is not learnt from few keys, so blocks have thousands. A step computes
-  the maps of a few queries, drawn in proportion to w_m (`Strata`), from the original's own queries
-  and keys. The gradient of KL by CoCA's scores is the difference of the two maps.
+- Competition among many keys is not learnt from few keys, so a block of 1,024 keys stands for the
+  8,192 or so that the original was trained on: in both maps, each key before the last place where
+  positions are skipped counts for `crowd` keys (`earlier_keys`). Without that, far keys take too
+  much in texts of thousands of tokens, the more the longer the text (docs/results/content-pairs).
+- A step computes the maps of a few queries, drawn in proportion to w_m (`Strata`), from the
+  original's own queries and keys. The gradient of KL by CoCA's scores is the difference of the maps.
 - With the gradient of ReLU, half of the coefficients would soon be negative for every token and
   never recover; see `Keys`.
 - Matrices are multiplied in bfloat16 if the processor has AMX or AVX-512 BF16, also in the original.
@@ -68,6 +71,7 @@ class AttentionInputs(NamedTuple):
     keys: Tensor  # (n_b, g, m, d), rotated
     cos: Tensor  # (n_b, m, j)
     sin: Tensor
+    starts: Tensor  # (n_b, m): the row at which the consecutive positions up to each row begin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,11 +118,16 @@ def run_original(
             whole[some] = part
 
     run_layer(layer, states, after, positions, angles.original, keep)
-    return AttentionInputs(*kept, *(part.to(device) for part in angles.coca(positions)))
+    rows = torch.arange(positions.shape[1], device=positions.device)
+    begins = positions.diff(dim=1, prepend=positions[:, :1] - 1) > 1
+    starts = (begins * rows).cummax(1).values
+    return AttentionInputs(*kept, *(part.to(device) for part in (*angles.coca(positions), starts)))
 
 
-def fit(attention: CocaAttention, seen: AttentionInputs, passes: int, seed: int) -> None:
-    """Train W_Q and W_T of `attention`, in place."""
+def fit(
+    attention: CocaAttention, seen: AttentionInputs, passes: int, seed: int, crowd: float = 1
+) -> None:
+    """Train W_Q and W_T of `attention`, in place. crowd: as in `earlier_keys`."""
     num_blocks, length = seen.inputs.shape[:2]
     weights, device = attention.q_proj.weight, seen.inputs.device
     draw = torch.Generator().manual_seed(seed)
@@ -139,7 +148,7 @@ def fit(attention: CocaAttention, seen: AttentionInputs, passes: int, seed: int)
 
     def step() -> None:
         rate.copy_(rates[done][0])
-        backward(attention, seen, blocks[done][0], rows[done][0], parts)
+        backward(attention, seen, blocks[done][0], rows[done][0], parts, crowd)
         optimizer.step()
         optimizer.zero_grad()
         done.add_(1)
@@ -173,7 +182,11 @@ def repeat(step: Callable[[], None], times: int, as_graph: bool) -> None:
 
 
 def is_nearer_as_content_layer(
-    attention: CocaAttention, text: AttentionInputs, held_out: AttentionInputs, seed: int
+    attention: CocaAttention,
+    text: AttentionInputs,
+    held_out: AttentionInputs,
+    seed: int,
+    crowd: float,
 ) -> bool:
     """Whether content pairs in every second of the other pairs, too, bring the maps of `attention`
     nearer to the original's on held-out text, by short fits of copies.
@@ -183,7 +196,7 @@ def is_nearer_as_content_layer(
     for is_content_layer in (False, True):
         trial = copy.deepcopy(attention)
         make_content_layer_(trial, is_content_layer)
-        fit(trial, text, math.ceil(TRIAL_STEPS / len(text.inputs)), seed)
+        fit(trial, text, math.ceil(TRIAL_STEPS / len(text.inputs)), seed, crowd)
         found.append(divergences(trial, held_out).mean().item())
     without, with_more = found
     return with_more < TRIAL_MARGIN * without
@@ -237,11 +250,12 @@ def backward(
     blocks: Tensor,
     rows: Tensor,
     parts: list[tuple[slice, int]],
+    crowd: float = 1,
 ) -> None:
     """Accumulate the gradients of the mean of KL(original's map || CoCA's).
 
     blocks: (b,); rows: of each, (b, r); parts: slices of r, each with the most keys that its
-    queries may see.
+    queries may see. crowd: as in `earlier_keys`.
     """
     device = attention.q_proj.weight.device
     their_query = seen.queries[blocks[:, None], rows].transpose(1, 2).to(device, torch.float32)
@@ -249,16 +263,18 @@ def backward(
         part.index_select(0, blocks).to(device)
         for part in (seen.inputs, seen.keys, seen.cos, seen.sin)
     )
+    starts = seen.starts[blocks[:, None], rows].to(device)
     their_key, rows = their_key.float(), rows.to(device)
     query, key = fold(attention, inputs, (cos, sin), rows)
     to_query, to_key = torch.empty_like(query), torch.zeros_like(key)
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         for part, visible in parts:
-            hidden = later_keys(rows[:, part], visible)
+            bias = later_keys(rows[:, part], visible)
+            bias += earlier_keys(starts[:, part], visible, crowd)
             some_query, some_key = query[:, :, part], key[:, :, :visible]
-            gradient = scores(some_query, some_key).add_(hidden).softmax(-1)
+            gradient = scores(some_query, some_key).add_(bias).softmax(-1)
             gradient -= (
-                scores(their_query[:, :, part], their_key[:, :, :visible]).add_(hidden).softmax(-1)
+                scores(their_query[:, :, part], their_key[:, :, :visible]).add_(bias).softmax(-1)
             )
             gradient = by_group(gradient, key.shape[1])
             to_query[:, :, part] = (gradient @ some_key).view(some_query.shape)
@@ -308,6 +324,15 @@ def later_keys(rows: Tensor, length: int) -> Tensor:
     return later * torch.finfo(torch.float32).min
 
 
+def earlier_keys(starts: Tensor, length: int, crowd: float) -> Tensor:
+    """What to add to scores, (b, 1, r, n), so that each key before `starts`, (b, r), counts as often
+    as `crowd` equal ones; not the first key, which many heads attend to when there is nothing else.
+    """
+    keys = torch.arange(length, device=starts.device)
+    is_earlier = (keys > 0) & (keys < starts[:, None, :, None])
+    return is_earlier * math.log(crowd)
+
+
 class Keys(torch.autograd.Function):
     """`scaled_key(rectified(t), unit_key)`, except that coefficients below zero also have a gradient.
 
@@ -336,7 +361,7 @@ def divergences(attention: CocaAttention, seen: AttentionInputs) -> Tensor:
     device, length = attention.q_proj.weight.device, seen.inputs.shape[1]
     rows = torch.arange(length - 1, -1, -math.ceil(length / MEASURED_QUERIES), device=device)[None]
     found = []
-    for block in zip(*(part.split(1) for part in seen), strict=True):
+    for block in zip(*(part.split(1) for part in seen[:-1]), strict=True):
         inputs, queries, keys, cos, sin = (part.to(device, torch.float32) for part in block)
         hidden = later_keys(rows, length)
         log_maps = scores(*fold(attention, inputs, (cos, sin), rows)).add_(hidden).log_softmax(-1)

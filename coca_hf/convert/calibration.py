@@ -330,6 +330,7 @@ class CalibrationRun:
     def __init__(self, pairs: LayerPairs, task: FitTask, folder: Path):
         self.pairs, self.task, self.folder = pairs, task, folder
         self.record_file = folder / "states.json"
+        self.crowd = max(1.0, reach(pairs.config) / task.blocks.shape[1])
         self.seconds: defaultdict[str, float] = defaultdict(float)
         folder.mkdir(exist_ok=True)
         num_blocks = len(task.blocks) + 2 * len(task.held_out)
@@ -396,12 +397,12 @@ class CalibrationRun:
             kl_start = divergences(attention, seen).mean().item() if is_converted else 0.0
         if number in self.missing:
             assert text_seen is not None
-            seed = task.seed + number
+            seed, crowd = task.seed + number, self.crowd
             with self._timed("steps"):
                 if task.chooses_content:
-                    is_nearer = is_nearer_as_content_layer(attention, text_seen, seen, seed)
+                    is_nearer = is_nearer_as_content_layer(attention, text_seen, seen, seed, crowd)
                     make_content_layer_(attention, is_nearer)
-                fit(attention, text_seen, task.passes, seed)
+                fit(attention, text_seen, task.passes, seed, crowd)
             tensors = attention.state_dict()
             fitted = {name: tensors[name] for name in tensors if name.startswith(FITTED)}
             _save(fitted, attention.content.every_second, self.files[number], task.settings)
