@@ -250,7 +250,7 @@ def backward(
     blocks: Tensor,
     rows: Tensor,
     parts: list[tuple[slice, int]],
-    crowd: float = 1,
+    crowd: float,
 ) -> None:
     """Accumulate the gradients of the mean of KL(original's map || CoCA's).
 
@@ -361,8 +361,8 @@ def divergences(attention: CocaAttention, seen: AttentionInputs) -> Tensor:
     device, length = attention.q_proj.weight.device, seen.inputs.shape[1]
     rows = torch.arange(length - 1, -1, -math.ceil(length / MEASURED_QUERIES), device=device)[None]
     found = []
-    for block in zip(*(part.split(1) for part in seen[:-1]), strict=True):
-        inputs, queries, keys, cos, sin = (part.to(device, torch.float32) for part in block)
+    for block in zip(*(part.split(1) for part in seen), strict=True):
+        inputs, queries, keys, cos, sin, _ = (part.to(device, torch.float32) for part in block)
         hidden = later_keys(rows, length)
         log_maps = scores(*fold(attention, inputs, (cos, sin), rows)).add_(hidden).log_softmax(-1)
         maps = scores(queries[:, rows[0]].transpose(1, 2), keys).add_(hidden).softmax(-1)

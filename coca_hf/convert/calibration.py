@@ -330,7 +330,6 @@ class CalibrationRun:
     def __init__(self, pairs: LayerPairs, task: FitTask, folder: Path):
         self.pairs, self.task, self.folder = pairs, task, folder
         self.record_file = folder / "states.json"
-        self.crowd = max(1.0, reach(pairs.config) / task.blocks.shape[1])
         self.seconds: defaultdict[str, float] = defaultdict(float)
         folder.mkdir(exist_ok=True)
         num_blocks = len(task.blocks) + 2 * len(task.held_out)
@@ -397,7 +396,8 @@ class CalibrationRun:
             kl_start = divergences(attention, seen).mean().item() if is_converted else 0.0
         if number in self.missing:
             assert text_seen is not None
-            seed, crowd = task.seed + number, self.crowd
+            seed = task.seed + number
+            crowd = reach(pairs.config) / task.blocks.shape[1]
             with self._timed("steps"):
                 if task.chooses_content:
                     is_nearer = is_nearer_as_content_layer(attention, text_seen, seen, seed, crowd)

@@ -193,7 +193,7 @@ def test_gradients_are_those_of_the_divergence_of_the_models_maps(case, content)
     blocks, rows = torch.tensor([3, 1]), torch.tensor([[2, 3, 7], [5, 6, 12]])
     attention = coca.model.layers[0].self_attn
     attention.zero_grad()
-    backward(attention, seen, blocks, rows, [(slice(0, 1), 6), (slice(1, 3), 13)])
+    backward(attention, seen, blocks, rows, [(slice(0, 1), 6), (slice(1, 3), 13)], crowd=1)
     gradient = attention.q_proj.weight.grad.clone()
 
     attention.zero_grad()
