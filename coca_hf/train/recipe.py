@@ -719,12 +719,20 @@ def _override_(tree: dict[str, Any], override: str) -> None:
     for depth, step in enumerate(steps):
         place: Any = _place(node, step, override) if isinstance(node, list) else step
         if not isinstance(node, list) and step not in mapping(node):
-            # a stage's mapping begins as the one of all stages, which it replaces
-            shared = tree.get("training") if (steps[0], depth) == ("stages", 2) else None
-            node[step] = shared.get(step, {}) if isinstance(shared, dict) else {}
+            # a stage's mapping begins as the one that it replaces
+            is_of_stage = (steps[0], depth) == ("stages", 2)
+            node[step] = _without_own(tree, step) if is_of_stage else {}
         node[place] = copy.copy(node[place])  # an alias in the file may share it with others
         node = node[place]
     mapping(node)[last] = _parse(value, override)
+
+
+def _without_own(tree: dict[str, Any], key: str) -> Any:
+    """What a stage has under `key` that says nothing of it itself."""
+    if key == "objective":
+        return dict(Stage.model_fields[key].default)
+    shared = tree.get("training")
+    return shared.get(key, {}) if isinstance(shared, dict) else {}
 
 
 def _place(items: list, step: str, override: str) -> int:

@@ -64,6 +64,12 @@ def test_an_override_of_a_key_of_one_stage_keeps_the_keys_that_all_stages_have(r
     assert found == [{"start_lr": 1e-7, "end_lr": 0}, {"start_lr": 1e-7, "end_lr": 1e-6}]
 
 
+def test_an_override_of_one_objective_keeps_the_default_one_beside_it(recipe_path):
+    recipe = load_recipe(recipe_path, ["teacher=original", "stages.k.objective.distill=0.5"])
+    assert recipe.stages[0].objective == {"lm": 1.0, "distill": 0.5}
+    assert recipe.stages[1].objective == {"lm": 1.0}
+
+
 def test_of_overrides_the_later_one_counts_and_may_be_inside_an_earlier_one(recipe_path):
     settings = [STAGES, "stages.a.max_steps=7", "data.seed=1", "data.seed=2", "data.seq_len=30"]
     recipe = load_recipe(recipe_path, settings)
