@@ -296,6 +296,12 @@ def test_positions_skip_at_a_few_places_and_stay_within_reach():
         )
 
 
+def test_positions_are_in_order_if_zeros_are_drawn(monkeypatch):
+    monkeypatch.setattr(torch, "rand", lambda *shape, generator: torch.zeros(shape))
+    for length in (32, 256):
+        assert torch.equal(skipped_positions(1, length, reach=8192)[0], torch.arange(length))
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
