@@ -125,7 +125,7 @@ def run_original(
 
 
 def fit(
-    attention: CocaAttention, seen: AttentionInputs, passes: int, seed: int, crowd: float = 1
+    attention: CocaAttention, seen: AttentionInputs, passes: int, seed: int, crowd: float
 ) -> None:
     """Train W_Q and W_T of `attention`, in place. crowd: as in `earlier_keys`."""
     num_blocks, length = seen.inputs.shape[:2]
@@ -394,11 +394,11 @@ def expected_seconds(
         # the first time of each allocates and compiles
         seen = AttentionInputs(*(part[:1] for part in run()))
         divergences(attention, seen)
-        fit(attention, seen, 1, seed=0)
+        fit(attention, seen, 1, seed=0, crowd=1)
         forward = _seconds(run, pairs.device)
         measure = _seconds(lambda: divergences(attention, seen), pairs.device)
         steps = TIMED_STEPS if attention.q_proj.weight.is_cuda else 1
-        step = _seconds(lambda: fit(attention, seen, steps, seed=0), pairs.device) / steps
+        step = _seconds(lambda: fit(attention, seen, steps, seed=0, crowd=1), pairs.device) / steps
     reads = layers - first
     tokens = blocks.numel() * (max(missing) + 1 - first) + 2 * task.held_out.numel() * reads
     # W_O: each layer of both models, and the attention of one again

@@ -340,7 +340,7 @@ def test_coefficients_that_are_negative_for_every_token_come_back():
     nn.init.constant_(attention.t_proj.bias, -2)
     assert attention.coefficients(seen.inputs).max() < 0
     before = divergences(attention, seen).mean()
-    fit(attention, seen, passes=10, seed=0)
+    fit(attention, seen, passes=10, seed=0, crowd=1)
     # the share of pairs that some token activates
     assert (attention.coefficients(seen.inputs) > 0).any((0, 2)).float().mean() > 0.8
     assert divergences(attention, seen).mean() < 0.9 * before
@@ -357,7 +357,7 @@ def test_a_graph_of_steps_fits_as_single_steps_do(content, monkeypatch):
     def fitted(inputs, eager):
         monkeypatch.setattr("coca_hf.convert.calibrate.EAGER_STEPS", eager)
         attention = copy.deepcopy(coca.model.layers[0].self_attn).to(inputs.inputs.device)
-        fit(attention, inputs, passes=10, seed=0)
+        fit(attention, inputs, passes=10, seed=0, crowd=1)
         return attention
 
     graph, single, on_cpu = fitted(on_gpu, 3), fitted(on_gpu, 240), fitted(seen, 3)
