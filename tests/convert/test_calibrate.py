@@ -223,7 +223,7 @@ def test_a_key_before_the_skipped_positions_counts_for_a_crowd_of_equal_ones_in_
     copies_of = torch.tensor([0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 5, 6, 7, 8])
     # a query and the keys of row 7, and a query in the first run, where each key counts once
     seen = seen_in_first_layer(original, coca, ids, positions[None])
-    assert seen.starts.tolist() == [[0, 0, 0, 0, 4, 4, 6, 6, 6]]
+    assert seen.skipped.tolist() == [[0, 0, 0, 0, 46, 46, 84, 84, 84]]
     gradients = []
     for row, keys in ((7, copies_of[:-1]), (2, torch.arange(3))):
         attention.zero_grad()
