@@ -179,6 +179,7 @@ def skipped_positions(num_blocks: int, length: int, reach: int, seed: int = 0) -
     places = torch.randint(1, length, (num_blocks, skips), generator=draw)
     total = (max(0, reach - length) + 1) * torch.rand(num_blocks, 1, generator=draw)
     shares = torch.rand(num_blocks, skips, generator=draw)
+    shares.clamp_(min=2**-24)  # a single one that is drawn as 0 would be divided by itself
     left_out = (total * shares / shares.sum(1, keepdim=True)).long()
     steps = torch.ones(num_blocks, length, dtype=torch.long).scatter_add_(1, places, left_out)
     return steps.cumsum(1) - 1

@@ -104,7 +104,7 @@ def test_calibration_in_short_blocks_brings_attention_nearer_in_long_ones(files)
 
     def divergence(positions):
         attention = copy.deepcopy(start)
-        fit(attention, seen(blocks, positions), passes=15, seed=0)
+        fit(attention, seen(blocks, positions), passes=15, seed=0, crowd=2048 / 256)
         return divergences(attention, long).mean()
 
     skipped = divergence(skipped_positions(24, 256, reach=2048))

@@ -71,7 +71,7 @@ class AttentionInputs(NamedTuple):
     keys: Tensor  # (n_b, g, m, d), rotated
     cos: Tensor  # (n_b, m, j)
     sin: Tensor
-    starts: Tensor  # (n_b, m): the row at which the consecutive positions up to each row begin
+    skipped: Tensor  # (n_b, m): how many positions are skipped before each token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,14 +118,12 @@ def run_original(
             whole[some] = part
 
     run_layer(layer, states, after, positions, angles.original, keep)
-    rows = torch.arange(positions.shape[1], device=positions.device)
-    begins = positions.diff(dim=1, prepend=positions[:, :1] - 1) > 1
-    starts = (begins * rows).cummax(1).values
-    return AttentionInputs(*kept, *(part.to(device) for part in (*angles.coca(positions), starts)))
+    skipped = positions - torch.arange(positions.shape[1], device=positions.device)
+    return AttentionInputs(*kept, *(part.to(device) for part in (*angles.coca(positions), skipped)))
 
 
 def fit(
-    attention: CocaAttention, seen: AttentionInputs, passes: int, seed: int, crowd: float = 1
+    attention: CocaAttention, seen: AttentionInputs, passes: int, seed: int, crowd: float
 ) -> None:
     """Train W_Q and W_T of `attention`, in place. crowd: as in `earlier_keys`."""
     num_blocks, length = seen.inputs.shape[:2]
@@ -259,18 +257,17 @@ def backward(
     """
     device = attention.q_proj.weight.device
     their_query = seen.queries[blocks[:, None], rows].transpose(1, 2).to(device, torch.float32)
-    inputs, their_key, cos, sin = (
+    inputs, their_key, cos, sin, skipped = (
         part.index_select(0, blocks).to(device)
-        for part in (seen.inputs, seen.keys, seen.cos, seen.sin)
+        for part in (seen.inputs, seen.keys, seen.cos, seen.sin, seen.skipped)
     )
-    starts = seen.starts[blocks[:, None], rows].to(device)
     their_key, rows = their_key.float(), rows.to(device)
     query, key = fold(attention, inputs, (cos, sin), rows)
     to_query, to_key = torch.empty_like(query), torch.zeros_like(key)
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         for part, visible in parts:
             bias = later_keys(rows[:, part], visible)
-            bias += earlier_keys(starts[:, part], visible, crowd)
+            bias += earlier_keys(rows[:, part], skipped, visible, crowd)
             some_query, some_key = query[:, :, part], key[:, :, :visible]
             gradient = scores(some_query, some_key).add_(bias).softmax(-1)
             gradient -= (
@@ -324,12 +321,13 @@ def later_keys(rows: Tensor, length: int) -> Tensor:
     return later * torch.finfo(torch.float32).min
 
 
-def earlier_keys(starts: Tensor, length: int, crowd: float) -> Tensor:
-    """What to add to scores, (b, 1, r, n), so that each key before `starts`, (b, r), counts as often
-    as `crowd` equal ones; not the first key, which many heads attend to when there is nothing else.
+def earlier_keys(rows: Tensor, skipped: Tensor, length: int, crowd: float) -> Tensor:
+    """What to add to scores, (b, 1, r, n), so that each key before the last positions that are skipped
+    before its query counts as often as `crowd` equal ones; not the first key, which many heads attend
+    to when there is nothing else. skipped: as in `AttentionInputs`, of the blocks.
     """
-    keys = torch.arange(length, device=starts.device)
-    is_earlier = (keys > 0) & (keys < starts[:, None, :, None])
+    is_earlier = skipped[:, None, None, :length] < _take(skipped, rows)[:, None, :, None]
+    is_earlier[..., 0] = False
     return is_earlier * math.log(crowd)
 
 
@@ -394,11 +392,11 @@ def expected_seconds(
         # the first time of each allocates and compiles
         seen = AttentionInputs(*(part[:1] for part in run()))
         divergences(attention, seen)
-        fit(attention, seen, 1, seed=0)
+        fit(attention, seen, 1, seed=0, crowd=1)
         forward = _seconds(run, pairs.device)
         measure = _seconds(lambda: divergences(attention, seen), pairs.device)
         steps = TIMED_STEPS if attention.q_proj.weight.is_cuda else 1
-        step = _seconds(lambda: fit(attention, seen, steps, seed=0), pairs.device) / steps
+        step = _seconds(lambda: fit(attention, seen, steps, seed=0, crowd=1), pairs.device) / steps
     reads = layers - first
     tokens = blocks.numel() * (max(missing) + 1 - first) + 2 * task.held_out.numel() * reads
     # W_O: each layer of both models, and the attention of one again

@@ -384,7 +384,7 @@ def bake_ntk_(config: CocaConfig, length: int, where: str) -> dict:
     config.rope_parameters = kept | {
         "rope_type": "default",
         "rope_theta": base,
-        "original_max_position_embeddings": trained_len,
+        "original_max_position_embeddings": angles_reach(config),
     }
     config.max_position_embeddings = length
     return done

@@ -85,7 +85,8 @@ def main() -> None:
     passages = torch.randint(text.max() + 1, (LOOKUP_BLOCKS, half), generator=generator)
     parts = [held_out, passages.repeat(1, 2), text, repeated]
     in_order = torch.arange(text.shape[1]).expand(len(held_out) + LOOKUP_BLOCKS, -1)
-    skipping = skipped_positions(2 * len(text), text.shape[1], reach(original.config))
+    reached, length = reach(original.config), text.shape[1]
+    skipping = skipped_positions(2 * len(text), length, reached)
     positions = torch.cat((in_order, skipping))
     angles = Angles(original.model, models[0], "cpu")
     rows: list[dict] = []
@@ -99,7 +100,7 @@ def main() -> None:
             for model in models:
                 attention: Any = model.model.layers[number].self_attn
                 about = {"layer": number, "constraint": model.config.coca_constraint}
-                for row in measured(attention, *split, options):
+                for row in measured(attention, *split, reached / length, options):
                     rows.append(about | row)
                     print(rows[-1], file=sys.stderr, flush=True)
     show(rows)
@@ -113,6 +114,7 @@ def measured(
     twice: AttentionInputs,
     text: AttentionInputs,
     repeated: AttentionInputs,
+    crowd: float,
     options: argparse.Namespace,
 ) -> Iterator[dict]:
     kinds, wanted = kinds_of_heads(maps_of(held_out)), lookups(maps_of(twice))
@@ -146,7 +148,7 @@ def measured(
         for name, blocks, leak in fits:
             attention = copy.deepcopy(start)
             calibrate.LEAK = leak
-            fit(attention, blocks, options.passes, seed=0)
+            fit(attention, blocks, options.passes, 0, crowd)
             yield row(f"{tokens:,} tokens" + f", {name}" * bool(name), attention)
     few = AttentionInputs(*(part[: options.free_blocks] for part in held_out))
     found = free_divergences(start, few, options.free_steps)

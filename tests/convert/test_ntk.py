@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from coca_hf import CocaError, convert_checkpoint
 from coca_hf.evaluate import loaded_model
@@ -52,6 +52,8 @@ def test_weights_of_coca_stay_and_logits_equal_dynamic_ntk_for_that_length_every
     for name in ("from-coca", "from-llama"):
         error = (logits(tmp_path / name, length) - expected).abs().max()
         assert error < 2e-4 * expected.abs().max()
+        trained = given.get("original_max_position_embeddings", 64)
+        assert loaded_model.trained_length(AutoConfig.from_pretrained(tmp_path / name)) == trained
     unscaled = logits(tmp_path / "dynamic", length, rope_length=64)
     assert (unscaled - expected).abs().max() > 1e-2 * expected.abs().max()
 
