@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from coca_hf.convert.calibrate import (
+    MAX_CROWD,
     STEPS,
     FitTask,
     divergences,
@@ -397,7 +398,7 @@ class CalibrationRun:
         if number in self.missing:
             assert text_seen is not None
             seed = task.seed + number
-            crowd = reach(pairs.config) / task.blocks.shape[1]
+            crowd = min(MAX_CROWD, reach(pairs.config) / task.blocks.shape[1])
             with self._timed("steps"):
                 if task.chooses_content:
                     is_nearer = is_nearer_as_content_layer(attention, text_seen, seen, seed, crowd)

@@ -119,13 +119,15 @@ def test_a_loss_whose_perplexity_no_number_holds_does_not_end_a_calibration(pair
 
 
 @pytest.mark.parametrize(
-    ("case", "length"), [("llama", 40), ("qwen3-window", WINDOW), ("neox-partial", 40)]
+    ("case", "trained_length", "length", "crowd"),
+    [("llama", 64, 40, 1.6), ("qwen3-window", 64, WINDOW, 1.0), ("neox-partial", 4096, 40, 16.0)],
 )
 def test_a_layer_at_a_time_gives_the_bits_of_fits_in_a_whole_model(
-    case, length, pairs_of, tmp_path
+    case, trained_length, length, crowd, pairs_of, tmp_path
 ):
-    """Blocks of 40 tokens skip positions, so that some of their keys count for many."""
-    original, ids = stock_model(case), tokens(9, length)
+    """Blocks of 40 tokens skip positions, so that some of their keys count for many, at most 16."""
+    original = stock_model(case, max_position_embeddings=trained_length)
+    ids = tokens(9, length)
     found = calibrate(pairs_of(original), ids, ids[:3], tmp_path / "layers", seed=5, passes=2)
     coca = patch_(copy.copy(original)).eval()
     angles = Angles(original.base_model, coca, "cpu")
@@ -134,7 +136,7 @@ def test_a_layer_at_a_time_gives_the_bits_of_fits_in_a_whole_model(
     for number, layer in enumerate(original.base_model.layers):
         seen = run_original(copy.deepcopy(layer), states, states, positions, angles)
         attention = copy.deepcopy(coca.model.layers[number].self_attn)
-        fit(attention, seen, passes=2, seed=5 + number, crowd=reach(original.config) / length)
+        fit(attention, seen, passes=2, seed=5 + number, crowd=crowd)
         for name, tensor in attention.state_dict().items():
             if name.startswith(("q_proj", "t_proj")):
                 assert torch.equal(found.tensors[f"model.layers.{number}.self_attn.{name}"], tensor)
