@@ -193,6 +193,16 @@ def test_the_card_command_adds_measured_tables_and_the_base(checkpoint, tmp_path
     assert card_of(checkpoint).content == card.content
 
 
+@pytest.mark.parametrize("base", ["/home/me/llama", "https://huggingface.co/a/b", "a/b/c", "a: b"])
+def test_a_base_that_is_no_hub_id_is_refused(checkpoint, base):
+    before = (checkpoint / "README.md").read_text()
+    error = card_command(checkpoint, "--base-model", base).exception
+    assert isinstance(error, CocaError)
+    assert str(error).startswith("--base-model: expected a hub id, as in owner/name: ")
+    assert base in str(error)
+    assert (checkpoint / "README.md").read_text() == before
+
+
 def test_rows_of_another_model_or_of_earlier_weights_give_a_warning(checkpoint, tmp_path):
     rows = "--rows", str(tmp_path)
     write_rows(tmp_path, fingerprint=fingerprint(str(checkpoint), None, False))
