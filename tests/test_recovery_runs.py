@@ -119,6 +119,25 @@ def test_rows_of_other_settings_are_not_taken_for_seeds(tmp_path, monkeypatch):
         runpy.run_path(str(SCRIPTS / "table.py"))
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "recovery/run.py --plan failing.yaml",
+        "recovery/run.py --plan nowhere.yaml",
+        "paper/make.py table-1 --scale cpu-hour",  # not from the root of the repository
+    ],
+)
+def test_a_command_that_fails_has_the_last_word_of_a_script(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = line.split()
+    plan = {"name": "x", "runs": {}, "prepare": ["exit 2"]}
+    (tmp_path / "failing.yaml").write_text(yaml.safe_dump(plan))
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPTS.parent / words[0]), run_name="__main__")
+    assert ended.value.code == 2
+
+
 def test_a_window_that_was_measured_is_not_measured_again(tiny_coca_dir, tmp_path):
     """coca-eval knows a model by its files, of which the script makes a copy each time."""
     (tmp_path / "coca-eval").write_text("#!/bin/sh\n")
