@@ -496,10 +496,16 @@ def card_command(
     or a base model, it keeps those that the command wrote before.
     """
     refuse_other_encodings()
+    from huggingface_hub.utils import validate_repo_id
+
     from coca_hf.card import measured_before, write_card
+    from coca_hf.errors import library_errors
     from coca_hf.evaluate.loaded_model import fingerprint
     from coca_hf.report import not_together, read_tables, tables_markdown
 
+    if base_model is not None:
+        with library_errors("--base-model: expected a hub id, as in owner/name"):
+            validate_repo_id(base_model)
     measured, base = measured_before(model)
     tables = read_tables(rows) if rows else []
     measured = tables_markdown(tables) if tables else measured

@@ -18,6 +18,7 @@ from coca_hf.weights import checkpoint_file, open_regular, read_json, read_recor
 CARRIED_OVER = ("license", "license_name", "license_link", "language")
 MARK = "<!-- written by coca_hf from conversion.json and training.json -->"
 NOT_MEASURED = "Not measured yet."
+RELEASED = "the released"  # begins the rule of a conversion of the authors' checkpoints
 FRONT_MATTER_BYTES = 100_000
 PIPELINES = {
     "CausalLM": "text-generation",
@@ -148,6 +149,7 @@ def make_card(
     base_id = base_model or base.get("model")
     sources = [source for stage in stages for source in stage["sources"] if source["on_hub"]]
     data_sets = dict.fromkeys(source["path"] for source in sources)
+    untrained = "since it was converted" if _is_released(conversion) else "yet"
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag=PIPELINES[head],
@@ -166,7 +168,7 @@ def make_card(
         title=f"{escape(name)} with CoCA",
         lead=_lead(conversion, stages, base_id or name),
         conversion=_conversion(conversion, base_id or name),
-        training=_training(stages) if stages else "Not trained yet.",
+        training=_training(stages) if stages else f"Not trained {untrained}.",
         measured=measured or NOT_MEASURED,
         versions="\n".join(
             f"- {step}: {', '.join(map(' '.join, record['versions'].items()))}"
@@ -177,24 +179,26 @@ def make_card(
 
 
 def _lead(conversion: dict, stages: list[dict], base: str) -> str:
-    kept = conversion.get("kept_layers")
+    kept, conversions = conversion.get("kept_layers"), [*conversion.get("earlier", []), conversion]
     instead = "in place of its own" + (f" in all layers but {numbers(kept)}" if kept else "")
+    how = f"{instead}, made with coca_hf"
+    if _is_released(conversion):
+        how = "as its authors trained it, in the layout of coca_hf"
     lines = [
         f"{escape(base)} with Collinear Constrained Attention "
-        f"([CoCA](https://arxiv.org/abs/2309.08646), the {conversion['constraint']} form) "
-        f"{instead}, made with coca_hf."
+        f"([CoCA](https://arxiv.org/abs/2309.08646), the {conversion['constraint']} form) {how}."
     ]
     if stages:
         lines.append(
             f"Tokens seen in CoCA training: {sum(stage['tokens'] for stage in stages):,}. The "
             "paper trained on 7.5 billion tokens in each of three stages."
         )
-    elif conversion.get("calibration"):
+    elif any(one.get("calibration") for one in conversions):
         lines.append(
             "The attention is converted and calibrated, that is fitted to the original's on text. "
             "Retrieval from far back comes back with training."
         )
-    elif needs_training(conversion):
+    elif any(map(needs_training, conversions)):
         lines.append("The attention is converted; it has to be trained before the model is useful.")
     if not conversion.get("base", {}).get("license"):
         lines.append("The licence is that of the base model, whose files did not name it.")
@@ -203,7 +207,13 @@ def _lead(conversion: dict, stages: list[dict], base: str) -> str:
 
 def needs_training(conversion: dict) -> bool:
     """Whether a record is of a conversion that gave layers another attention."""
-    return not conversion["start"]["rule"].startswith("none")
+    return not conversion["start"]["rule"].startswith(("none", RELEASED))
+
+
+def _is_released(conversion: dict) -> bool:
+    """Whether it, or the first of those before it, is of a checkpoint of the authors' code."""
+    first = [*conversion.get("earlier", []), conversion][0]
+    return first["start"]["rule"].startswith(RELEASED)
 
 
 def _conversion(record: dict, base: str) -> str:

@@ -16,6 +16,7 @@ from coca_hf.card import MARK, base_metadata, write_card
 from coca_hf.evaluate.loaded_model import fingerprint
 from tests.conftest import refused
 from tests.convert.checkpoints import edit_json
+from tests.models.test_golden import write_golden
 
 FRONT_MATTER = """---
 license: other
@@ -128,6 +129,31 @@ def test_what_is_converted_again_keeps_its_base(checkpoint, tmp_path):
     assert "# model with CoCA" in card_of(tmp_path / "again").text
 
 
+def test_what_is_converted_again_untrained_still_says_what_it_lacks(checkpoint, tmp_path):
+    convert_checkpoint(checkpoint, tmp_path / "again", ntk_length=128)
+    assert "has to be trained before the model is useful" in card_of(tmp_path / "again").text
+    first = json.loads((tmp_path / "again" / "conversion.json").read_text())["earlier"][0]
+    perplexity = {"start": 3.0, "calibrated": 2.0, "original": 1.0}
+    calibration = {"tokens": 7, "held_out_tokens": 5, "perplexity": perplexity}
+    earlier = [first | {"calibration": calibration}]
+    edit_json(tmp_path / "again" / "conversion.json", earlier=earlier)
+    write_card(tmp_path / "again")
+    text = card_of(tmp_path / "again").text
+    assert "The attention is converted and calibrated" in text
+    assert "before the model is useful" not in text
+
+
+def test_a_checkpoint_of_the_authors_is_not_called_untrained(tmp_path):
+    write_golden(tmp_path / "src", "mha")
+    convert_checkpoint(tmp_path / "src", tmp_path / "dst")
+    convert_checkpoint(tmp_path / "dst", tmp_path / "again", ntk_length=64)
+    for name in ("dst", "again"):
+        text = card_of(tmp_path / name).text
+        assert "the slack form) as its authors trained it, in the layout of coca_hf." in text
+        assert "Not trained since it was converted." in text
+        assert "has to be trained" not in text
+
+
 def test_data_sets_of_the_hub_are_named_and_local_paths_are_not(checkpoint):
     (checkpoint / "training.json").write_text(json.dumps(TRAINING))
     write_card(checkpoint)
@@ -165,6 +191,16 @@ def test_the_card_command_adds_measured_tables_and_the_base(checkpoint, tmp_path
     # what is not given again stays
     assert card_command(checkpoint).exit_code == 0
     assert card_of(checkpoint).content == card.content
+
+
+@pytest.mark.parametrize("base", ["/home/me/llama", "https://huggingface.co/a/b", "a/b/c", "a: b"])
+def test_a_base_that_is_no_hub_id_is_refused(checkpoint, base):
+    before = (checkpoint / "README.md").read_text()
+    error = card_command(checkpoint, "--base-model", base).exception
+    assert isinstance(error, CocaError)
+    assert str(error).startswith("--base-model: expected a hub id, as in owner/name: ")
+    assert base in str(error)
+    assert (checkpoint / "README.md").read_text() == before
 
 
 def test_rows_of_another_model_or_of_earlier_weights_give_a_warning(checkpoint, tmp_path):

@@ -2,6 +2,8 @@
 take hours.
 """
 
+import json
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -13,7 +15,9 @@ from typer.main import get_command
 
 import coca_hf
 from coca_cli.evaluate import app
+from coca_hf.evaluate.loaded_model import fingerprint
 from coca_hf.train.recipe import load_recipe
+from tests.conftest import output_of
 from tests.report.made import BOOKS, row, with_raw, write_rows
 
 SCRIPTS = Path(__file__).parents[1] / "scripts" / "recovery"
@@ -113,6 +117,39 @@ def test_rows_of_other_settings_are_not_taken_for_seeds(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["table.py", str(tmp_path)])
     with pytest.raises(SystemExit, match=r"original: got rows of different settings for"):
         runpy.run_path(str(SCRIPTS / "table.py"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "recovery/run.py --plan failing.yaml",
+        "recovery/run.py --plan nowhere.yaml",
+        "paper/make.py table-1 --scale cpu-hour",  # not from the root of the repository
+    ],
+)
+def test_a_command_that_fails_has_the_last_word_of_a_script(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = line.split()
+    plan = {"name": "x", "runs": {}, "prepare": ["exit 2"]}
+    (tmp_path / "failing.yaml").write_text(yaml.safe_dump(plan))
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPTS.parent / words[0]), run_name="__main__")
+    assert ended.value.code == 2
+
+
+def test_a_window_that_was_measured_is_not_measured_again(tiny_coca_dir, tmp_path):
+    """coca-eval knows a model by its files, of which the script makes a copy each time."""
+    (tmp_path / "coca-eval").write_text("#!/bin/sh\n")
+    (tmp_path / "coca-eval").chmod(0o755)
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    copy, found = tmp_path / "out/windows/tiny-coca-16", set()
+    for _ in range(2):
+        output_of(SCRIPTS / "beyond.sh", tmp_path / "out", tiny_coca_dir, "tiny", 16, PATH=path)
+        found.add(fingerprint(str(copy), None, False))
+    assert len(found) == 1
+    assert found != {fingerprint(str(tiny_coca_dir), None, False)}
+    assert json.loads((copy / "config.json").read_text())["coca_kept_window"] == 16
 
 
 def test_text_to_measure_with_has_no_package_and_a_checkout_may_be_below_tests(

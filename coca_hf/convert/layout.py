@@ -69,9 +69,6 @@ class Layout:
         self.config = converted_config(source.config, form, kept_layers, where)
         if kept_layers and form.kept_window:
             self.config = with_kept_window(self.config, form.kept_window, where)
-        self.ntk = None
-        if form.ntk_length:
-            self.ntk = bake_ntk_(self.config, form.ntk_length, where)
         self.from_coca = is_coca(source.config)
         num_layers = self.config.num_hidden_layers
         if num_layers > len(shapes):  # checked before anything counts up to it
@@ -86,6 +83,9 @@ class Layout:
         self.targets, self.released = check_tensors(
             shapes, self.config, family, form.src, form.released
         )
+        self.ntk = None  # after the check of a released config, which has the authors' base
+        if form.ntk_length:
+            self.ntk = bake_ntk_(self.config, form.ntk_length, where)
         self.calibrated_from: object = None
         self.calibrated: Mapping[str, Tensor] = {}
         self.config.dtype = self._dtype or self._stored_dtype()

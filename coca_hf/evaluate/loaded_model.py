@@ -32,7 +32,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 from transformers.utils.hub import cached_file, extract_commit_hash
 from transformers.utils.logging import disable_progress_bar
 
-from coca_hf.errors import CocaError, first_line
+from coca_hf.errors import CocaError, one_line
 from coca_hf.models.hub import RECORDS
 from coca_hf.models.rotary import ntk_base, unscaled_len
 from coca_hf.tokens import NO_TOKENIZER
@@ -187,7 +187,8 @@ def _transformers_errors(path: str, problem: str) -> Iterator[None]:
     except Exception as error:
         if "trust_remote_code=True" in str(error):
             raise CocaError(f"{path}: {OWN_CODE}") from None
-        raise CocaError(f"{path}: {problem} ({first_line(error)})") from error
+        reason = f"{type(error).__name__}: {one_line(error)}"  # the hub's is in a later line
+        raise CocaError(f"{path}: {problem} ({reason})") from error
 
 
 def _load_weights(

@@ -104,7 +104,8 @@ def _read(run: Path) -> list[dict]:
     """The rows of a directory, checked, with paths in `raw`."""
     path = run / ROWS
     if not path.is_file():
-        raise CocaError(f"{run}: got no {ROWS} there, expected the --out of coca-eval")
+        expected = "expected the --out of coca-eval, or of a coca-train that has begun to train"
+        raise CocaError(f"{run}: got no {ROWS} there, {expected}")
     rows = read_rows(path)
     if not rows:
         raise CocaError(f"{path}: got no rows, expected at least one; run coca-eval first")

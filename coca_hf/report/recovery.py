@@ -15,6 +15,7 @@ from coca_hf.models.hub import CONVERSION, TRAINING
 from coca_hf.page import Curve, Figure, Fold, Grid, Key, Part, Plot, Section, Text
 
 RECIPE, LOG = "recipe.yaml", "log.jsonl"
+MADE = "How each number was made"  # in every page: a title of its end, or of a part of it
 FEW = 3  # runs on one figure
 Kind = TypeVar("Kind", bound=BaseModel)
 EXPLANATION = (
@@ -103,7 +104,7 @@ class Recovery:
 
 
 def read_recovery(out_dir: Path) -> Recovery | None:
-    """The curves in `out_dir`, unfinished stages included; None if coca-train did not write it.
+    """The curves in `out_dir`, unfinished stages included; None if coca-train has begun none there.
 
     Raises CocaError for a line of a log or a record that cannot be read. A last line without its
     end is left out: it is being written, or was when the run was killed.
@@ -112,6 +113,8 @@ def read_recovery(out_dir: Path) -> Recovery | None:
         return None
     found = ((log.parent.name.split("-")[0], log.parent) for log in out_dir.glob(f"*-*/{LOG}"))
     numbered = sorted((int(number), path) for number, path in found if number.isdecimal())
+    if not numbered:
+        return None
     stages, seconds = [], 0.0
     for place, (_, directory) in enumerate(numbered):
         if place == 0 and (directory / CONVERSION).is_file():
@@ -197,7 +200,7 @@ def _makings(recoveries: Sequence[Recovery]) -> Fold:
         where = f"{record.hardware.processes} x {record.hardware.device}"
         lines.append([run, stage, where, versions, f"{record.seconds:,.0f}", record.date])
     header = ["run", "stage", "machine", "versions", "seconds", "date"]
-    return Fold("How these were made", [Grid(header, lines, numbers_from=4)])
+    return Fold(MADE, [Grid(header, lines, numbers_from=4)])
 
 
 def _complete(recoveries: Sequence[Recovery]) -> Iterator[tuple[str, str, Record]]:

@@ -16,12 +16,11 @@ from coca_hf.page import Bullets, Code, Fold, Grid, Part, Section, Text, escape,
 from coca_hf.report.html import html
 from coca_hf.report.plots import draw, to_png
 from coca_hf.report.read import read_tables
-from coca_hf.report.recovery import read_recovery, recovery
+from coca_hf.report.recovery import MADE, read_recovery, recovery
 
 TITLE = "Evaluation"
 PAPER = json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
 PUBLISHED = tuple(PAPER["perplexity"])  # the names that --paper takes
-MADE = "How each number was made"  # the last section of every page
 LITTLE_TRAINING = 1_000_000_000  # tokens; the paper trained on 7.5 billion in each stage
 
 
@@ -33,7 +32,8 @@ def write_report(
     A directory that coca-train wrote gives its recovery curve, and its rows if it has any.
 
     paper: names of published curves to show, of `PUBLISHED`. title: of the page. Returns the path
-    of `report.html`. Every file replaces its predecessor atomically, the HTML last.
+    of `report.html`. Every file replaces its predecessor atomically, the HTML last, and the Markdown,
+    by which a later call knows its pictures, first.
 
     Raises CocaError if a directory has no rows, a line is not a row, a name is unknown, the page
     cannot be written, or a file of its name there is no such page.
@@ -41,20 +41,30 @@ def write_report(
     page = read_page(runs, paper, title)
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        for file in (out_dir / "report.md", out_dir / "report.html"):
-            if file.exists() and MADE not in file.read_text(encoding="utf-8", errors="replace"):
-                problem = "is there and was not made by coca-eval report"
-                raise CocaError(f"{file}: {problem}; move it, or choose another --out")
+        if foreign := _not_ours(out_dir, page):
+            problem = "is there and was not made by coca-eval report"
+            raise CocaError(f"{foreign}: {problem}; move it, or choose another --out")
+        replace_text(out_dir / "report.md", markdown(page) + "\n")
         for figure in page.figures():
             drawn = draw(figure.drawing, 9, max(4.5, figure.height * 1.4), True)
             with replacing(out_dir / f"{figure.name}.png") as unfinished:
                 unfinished.write_bytes(to_png(drawn))
-        replace_text(out_dir / "report.md", markdown(page) + "\n")
         replace_text(out_dir / "report.html", html(page))
     except OSError as error:
         problem = f"the page cannot be written there ({one_line(error)})"
         raise CocaError(f"--out {out_dir}: {problem}") from None
     return out_dir / "report.html"
+
+
+def _not_ours(out_dir: Path, page: Section) -> Path | None:
+    """A file that `page` would replace and that `write_report` has not made, if there is one.
+
+    Pictures beside one of its pages are its own.
+    """
+    pages = [file for file in (out_dir / "report.md", out_dir / "report.html") if file.exists()]
+    found = (file for file in pages if MADE not in file.read_text("utf-8", errors="replace"))
+    pictures = (out_dir / f"{figure.name}.png" for figure in page.figures())
+    return next(found if pages else filter(Path.exists, pictures), None)
 
 
 def read_page(runs: Sequence[Path], paper: Sequence[str] = (), title: str = TITLE) -> Section:

@@ -12,6 +12,7 @@ import argparse
 import json
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import yaml
@@ -103,4 +104,7 @@ class Work:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except subprocess.CalledProcessError as error:  # the command has said why
+        sys.exit(error.returncode)

@@ -25,6 +25,8 @@ if not out.exists():
             cases.append(
                 {"lines": "\n".join(lines[first : first + 4]), "choices": choices, "answer": answer}
             )
+    if not cases:
+        sys.exit(f"{plays}: got no plays, expected a directory of .txt files")
     rng.shuffle(cases)
     out.parent.mkdir(parents=True, exist_ok=True)
     replace_text(out, "".join(json.dumps(case) + "\n" for case in cases))

@@ -8,11 +8,12 @@ out=$1 model=$2 name=$3 window=${4-}
 ropes=default,dynamic:2,yarn:2
 if [ -n "$window" ]; then
     copy=$out/windows/$(basename "$model")-$window
-    mkdir -p "$out/windows" && rm -rf "$copy" && cp -r "$model" "$copy"
+    mkdir -p "$out/windows" && rm -rf "$copy" && cp -rp "$model" "$copy"
     python -c 'import json, sys
 path, window = sys.argv[1:]
 config = json.load(open(path)) | {"coca_kept_window": int(window)}
 json.dump(config, open(path, "w"), indent=2)' "$copy/config.json" "$window"
+    touch -r "$model/config.json" "$copy/config.json"  # a copy with other times would be measured again
     model=$copy ropes=default,yarn:2
 fi
 coca-eval position-loss "$model" --name "$name" --data ../shared/data/books-test.parquet --lengths 16384 \

@@ -39,6 +39,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="by default runs/ and the name in the plan")
     parser.add_argument("--seeds", type=int, default=100, help="the most of any run")
     options = parser.parse_args()
+    if not options.plan.is_file():
+        parser.error(f"--plan: got {options.plan}, expected a file, as {HERE / 'lookups.yaml'}")
     plan = yaml.safe_load(options.plan.read_text(encoding="utf-8"))
     if unknown := set(options.names) - set(plan["runs"]):
         parser.error(f"NAME: got {', '.join(unknown)}, expected some of {', '.join(plan['runs'])}")
@@ -147,4 +149,7 @@ def coca_eval(*command) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except subprocess.CalledProcessError as error:  # the command has said why
+        sys.exit(error.returncode)

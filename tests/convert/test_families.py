@@ -235,6 +235,11 @@ def test_a_rotary_base_that_the_released_llama_ignores_is_refused(tmp_path, case
     refuses(message, tmp_path / "src", tmp_path / "dst")
 
 
+def test_the_command_does_not_ask_to_train_a_checkpoint_of_the_authors(tmp_path, converts):
+    write_golden(tmp_path / "src", "mha")
+    assert "has to be trained" not in converts(tmp_path / "src", tmp_path / "dst")
+
+
 def test_the_released_layout_of_another_family_is_refused(tmp_path, converted):
     message = "got the released CoCA layout with qwen2, expected a llama or gpt_neox"
     refuses(message, converted("qwen2")[0], tmp_path / "dst", released=True)

@@ -193,6 +193,14 @@ def test_what_is_no_model_or_no_revision_of_one_is_refused(checkpoint, tmp_path)
     refused(tmp_path, "got an adapter of peft, expected a whole model; merge it .*merge_and_unload")
 
 
+def test_what_the_hub_says_is_in_the_error(monkeypatch):  # transformers has it in a later line
+    def refuse(*_, **__):
+        raise OSError("There was a specific connection error:\n401 Invalid credentials")
+
+    monkeypatch.setattr(loaded_model.AutoConfig, "from_pretrained", refuse)
+    refused("owner/gated", r"cannot be read \(OSError: .* error: 401 Invalid credentials\)")
+
+
 def test_a_config_that_cannot_be_read_is_refused(checkpoint):
     for text in ("{", '{"model_type": "nonsense"}'):
         (checkpoint / "config.json").write_text(text)

@@ -69,3 +69,17 @@ def test_converted_it_has_the_logits_loss_and_gradients_of_the_released_code(cas
                 gradient = getattr(attention, f"{projection}_proj").weight.grad
                 assert released.abs().max() > (1e-3 if "neox" in case else 0.1)
                 assert (gradient - released).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("case", ["dynamic", "neox-dynamic"])
+def test_with_the_base_for_its_length_written_it_has_the_logits_of_the_released_dynamic_ntk(
+    case, tmp_path
+):
+    golden = write_golden(tmp_path / "src", case)
+    length = golden["input_ids"].shape[1]
+    convert_checkpoint(
+        tmp_path / "src", tmp_path / "dst", released="neox" in case, ntk_length=length
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dst", dtype=torch.float64)
+    assert model.config.rope_parameters["rope_type"] == "default"
+    assert (model(golden["input_ids"]).logits - golden["logits"]).abs().max() < 1e-5

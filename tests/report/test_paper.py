@@ -244,3 +244,13 @@ def test_every_step_at_the_scale_of_the_paper_fits_its_gpus(make, tiny_llama_dir
     recipe = "recipes/llama-7b/pi-32k.yaml"
     (found,) = too_large(recipe, ("model=huggyllama/llama-7b",), 1, tiny_llama_dir)
     assert re.fullmatch(rf"{recipe}: stages.\S+ takes 1\d\d GiB", found)
+
+
+def test_a_directory_without_plays_makes_no_cases_that_a_later_run_would_keep(
+    tmp_path, monkeypatch
+):
+    out = tmp_path / "next-line.jsonl"
+    monkeypatch.setattr(sys, "argv", ["next_line.py", str(tmp_path), str(out)])
+    with pytest.raises(SystemExit, match="got no plays, expected a directory"):
+        runpy.run_path(str(PAPER / "next_line.py"))
+    assert not out.exists()

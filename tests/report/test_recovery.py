@@ -8,7 +8,7 @@ import pytest
 
 from coca_hf import CocaError
 from coca_hf.page import Grid, markdown
-from coca_hf.report import read_page
+from coca_hf.report import read_page, write_report
 from coca_hf.report.plots import draw
 from coca_hf.report.recovery import read_recovery, recovery
 from tests.report.made import row, write_rows
@@ -194,3 +194,16 @@ def test_the_page_takes_a_training_directory_alone_or_among_others(out, tmp_path
     page = markdown(read_page([out, shutil.copytree(out, tmp_path / "other/run")]))
     assert "| run | k | 100 |" in page
     assert "| other/run | k | 100 |" in page
+
+
+def test_a_page_of_training_alone_replaces_its_predecessor(out, tmp_path):
+    for _ in range(2):
+        assert write_report([out], tmp_path / "page").is_file()
+
+
+def test_a_directory_with_a_recipe_in_which_nothing_was_trained_is_refused(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("model: x\n")
+    expected = "expected the --out of coca-eval, or of a coca-train that has begun to train"
+    with pytest.raises(CocaError, match=f"got no rows.jsonl there, {expected}"):
+        read_page([tmp_path])
+    assert "Recovery" not in markdown(read_page([write_rows(tmp_path, row())]))

@@ -692,6 +692,25 @@ def test_a_file_of_yours_is_not_replaced_by_a_page(run, tmp_path, name):
     assert {file: file.read_bytes() for file in page.iterdir()} == before
 
 
+@pytest.mark.usefixtures("_no_png")
+def test_a_picture_of_yours_is_not_replaced_and_a_page_that_was_begun_is_made(
+    run, tmp_path, monkeypatch
+):
+    rows, page = run(row()), tmp_path / "page"
+    page.mkdir()
+    (page / "perplexity.png").write_bytes(b"mine")
+    with pytest.raises(CocaError, match=r"perplexity\.png: is there and was not made by coca-eval"):
+        write_report([rows], page)
+    assert [file.read_bytes() for file in page.iterdir()] == [b"mine"]
+    killed = tmp_path / "killed"
+    with monkeypatch.context() as patch:
+        patch.delattr("coca_hf.report.write.html")
+        with pytest.raises(NameError):
+            write_report([rows], killed)
+    assert (killed / "perplexity.png").exists()
+    assert write_report([rows], killed).exists()
+
+
 @pytest.mark.parametrize(
     "line", [{"document": 0, "tokens": 3}, {"document": 0, "tokens": 3, "nll": None}, None]
 )
