@@ -82,7 +82,7 @@ def boundary_rows(run: Run, sample: Sample, pairs_per_document: int = 1024) -> I
 
     def measure(rope: Rope, length: int, batches: Batches) -> tuple[dict, Raw]:
         use_rope_(model, rope, length)
-        theta = frequencies(model)
+        theta = frequencies(model, length)
         distances = decay_distances(max(length, run.about["trained_length"] or 0))
 
         def of_document(number: int) -> dict[str, np.ndarray]:

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.loaded_model import rotary_modules
@@ -35,16 +36,21 @@ from coca_hf.models import attention
 Products = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def frequencies(model: Any) -> Tensor:
-    """The angle per position of every rotary pair, (j,) float64.
+def frequencies(model: Any, length: int) -> Tensor:
+    """The angle per position of every rotary pair in a text of `length` tokens, (j,) float64.
 
     Raises CocaError if there is no rotary embedding, or several kinds.
     """
-    found = [rotary.inv_freq for _, _, rotary in rotary_modules(model)]
+    found = [rotary for _, _, rotary in rotary_modules(model)]
     if not found:
         problem = "got no rotary embedding, or several kinds, expected one (RoPE)"
         raise CocaError(f"{type(model).__name__}: {problem}")
-    return found[0].double()
+    rotary = found[0]
+    if rotary.config.rope_parameters["rope_type"] != "longrope":
+        return rotary.inv_freq.double()
+    # until it has read a long text, the module holds the factors for short ones
+    of_length = ROPE_INIT_FUNCTIONS["longrope"](rotary.config, rotary.inv_freq.device, length)
+    return of_length[0].double()
 
 
 @contextmanager

@@ -28,8 +28,13 @@ from tests.conftest import TINY
 SIZE = {"vocab_size": 53, "initializer_range": 0.4}
 NEOX = {"hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 2}
 NEOX |= {"intermediate_size": 40}
+# the 11 tokens of the tests are long
+LONGROPE = {"rope_type": "longrope", "rope_theta": 90.0, "original_max_position_embeddings": 8}
+LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]}
+LONGROPE["attention_factor"] = 1.0
 CONFIGS = {
     "llama": LlamaConfig(**TINY, **SIZE),
+    "llama, longrope": LlamaConfig(**TINY, **SIZE, rope_parameters=LONGROPE),
     "mistral": MistralConfig(**TINY, **SIZE, sliding_window=None),
     "qwen2, biases": Qwen2Config(**TINY, **SIZE),
     "qwen3, norms": Qwen3Config(**TINY, **SIZE, head_dim=12),
@@ -39,7 +44,9 @@ CONFIGS = {
 }
 
 
-COCA = itertools.product(("llama", "qwen3, norms", "gpt_neox, partial"), ("slack", "strict"))
+COCA = itertools.product(
+    ("llama", "llama, longrope", "qwen3, norms", "gpt_neox, partial"), ("slack", "strict")
+)
 
 
 @pytest.mark.parametrize(("family", "constraint"), [*((name, None) for name in CONFIGS), *COCA])
@@ -53,7 +60,7 @@ def test_products_give_the_scores_that_attention_really_has(family, constraint):
     config = CONFIGS[family]
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    theta, close = frequencies(model), {"rtol": 1e-3, "atol": 1e-5}
+    theta, close = frequencies(model, 11), {"rtol": 1e-3, "atol": 1e-5}
     if constraint:
         close = {"rtol": 0, "atol": 1e-6}
         theta = nn.functional.pad(theta, (0, d // 2 - len(theta)))
@@ -88,7 +95,7 @@ def test_products_give_the_scores_that_attention_really_has(family, constraint):
 def test_layers_without_rotary_embedding_have_no_products():
     config = SmolLM3Config(**TINY, **SIZE, pad_token_id=0, no_rope_layers=[1, 0, 1])
     model, visited = patch_(AutoModelForCausalLM.from_config(config)), []
-    with visiting_products(model, frequencies(model), lambda layer, of: visited.append(layer)):
+    with visiting_products(model, frequencies(model, 9), lambda layer, of: visited.append(layer)):
         model(torch.arange(9)[None])
     assert visited == [0, 2]
 
@@ -97,7 +104,7 @@ def test_content_pairs_are_refused(llama):
     model = patch_(copy.deepcopy(llama.model), content_pairs=2)
     with (
         pytest.raises(CocaError, match=r"CocaLlamaForCausalLM: got content pairs, .* without them"),
-        visiting_products(model, frequencies(model), lambda layer, of: None),
+        visiting_products(model, frequencies(model, 9), lambda layer, of: None),
     ):
         pass
 
@@ -112,7 +119,7 @@ def test_a_key_that_is_not_collinear_with_the_query_shows_as_an_angle(coca, monk
     monkeypatch.setitem(attention.FOLDS, "cpu", wrong)
     found = []
     same = torch.arange(9)
-    theta = frequencies(coca.model)
+    theta = frequencies(coca.model, 9)
     with visiting_products(coca.model, theta, lambda layer, of: found.append(of(same, same))):
         coca.model(same[None])
     assert len(found) == 3
@@ -137,7 +144,7 @@ def test_the_model_is_unchanged_afterwards(llama, coca):
     for model in (llama.model, coca.model):
         ids = torch.arange(9)[None]
         before = model(ids).logits
-        with visiting_products(model, frequencies(model), lambda layer, h: None):
+        with visiting_products(model, frequencies(model, 9), lambda layer, h: None):
             during = model(ids).logits
         assert torch.equal(before, during)
         assert torch.equal(before, model(ids).logits)
@@ -150,7 +157,7 @@ def test_a_rotation_by_other_angles_is_refused_and_the_model_keeps_its_own(llama
     said = "rotates 4 pairs of 8 dimensions, expected 4 pairs by the angles"
     with (
         pytest.raises(CocaError, match=said),
-        visiting_products(llama.model, frequencies(llama.model) * 2, lambda layer, h: None),
+        visiting_products(llama.model, frequencies(llama.model, 9) * 2, lambda layer, h: None),
     ):
         llama.model(torch.arange(9)[None])
     assert modeling_llama.apply_rotary_pos_emb is rotate
