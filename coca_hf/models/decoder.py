@@ -434,23 +434,25 @@ class CocaModel(CocaPreTrainedModel):
 
 
 def positions(
-    inputs_embeds: Tensor, attention_mask: Tensor | dict[str, Tensor] | None, past_len: int
+    inputs_embeds: Tensor, attention_mask: Tensor | dict[str, Tensor] | None, past_len: int | Tensor
 ) -> Tensor:
     """Positions of the new tokens, (b or 1, m): tokens before them in the row, without padding.
 
     Raises ValueError for a 2-d mask that leaves out cached or new tokens.
     """
     new_len = inputs_embeds.shape[1]
+    # a static cache's length is a tensor, and to read it would break a compiled graph
+    place = past_len + torch.arange(new_len, device=inputs_embeds.device)  # (m,)
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-        seen = (attention_mask != 0).cumsum(-1)  # a mask may hold the segments' numbers
-        counted = (seen - 1).clamp(min=0)[:, past_len : past_len + new_len]
-        if counted.shape[1] != new_len:
+        is_readable = isinstance(past_len, int) or not torch.compiler.is_compiling()
+        if is_readable and attention_mask.shape[1] < past_len + new_len:
             raise ValueError(
                 f"attention_mask: got {attention_mask.shape[1]} columns, expected one for each of the "
                 f"{int(past_len)} cached and {new_len} new tokens"
             )
-        return counted
-    return torch.arange(past_len, past_len + new_len, device=inputs_embeds.device)[None]
+        seen = (attention_mask != 0).cumsum(-1)  # a mask may hold the segments' numbers
+        return (seen - 1).clamp(min=0)[:, place]
+    return place[None]
 
 
 def padding_on_the_left(attention_mask: Tensor | dict[str, Tensor] | None) -> Tensor | int:

@@ -233,23 +233,26 @@ def test_memory_of_beams_that_were_given_up_is_free():
     assert old() is None
 
 
+@pytest.mark.parametrize("is_padded", [False, True], ids=["all", "padded"])
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [(StaticCache, {"num_hidden_layers": 1}), (CocaStaticCache, KEPT | {"constraint": "strict"})],
     ids=["stock", "kept"],
 )
-def test_static_cache_decodes_compiled_as_one_graph(kind, fields):
+def test_static_cache_decodes_compiled_as_one_graph(kind, fields, is_padded):
     torch.compiler.reset()
-    model, ids = tiny_model(**fields, attn_implementation="sdpa").double(), tokens(1, 10)
-    expected = model(ids).logits[:, 8:]
+    model, (ids, mask) = tiny_model(**fields, attn_implementation="sdpa").double(), padded()
+    mask = mask[:, :16] if is_padded else None
+    expected = model(ids[:, :10], attention_mask=None if mask is None else mask[:, :10]).logits
     cache = kind(config=model.config, max_cache_len=16)
-    model(ids[:, :8], **{CACHE: cache})
+    model(ids[:, :8], attention_mask=mask, **{CACHE: cache})
     step = torch.compile(copy.deepcopy(model), fullgraph=True, backend="eager", dynamic=False)
+    position = torch.tensor([[8], [2 if is_padded else 8]])
     got = []
-    for i in (8, 9):
-        position = torch.tensor([[i]])
-        got.append(step(ids[:, i : i + 1], position_ids=position, **{CACHE: cache}).logits)
-    assert (torch.cat(got, dim=1) - expected).abs().max() < 1e-11
+    for i, given in (8, {"position_ids": position}), (9, {}):
+        new = {"input_ids": ids[:, i : i + 1], "attention_mask": mask, **given}
+        got.append(step(**new, **{CACHE: cache}).logits)
+    assert (torch.cat(got, dim=1) - expected[:, 8:]).abs().max() < 1e-11
 
 
 def test_a_static_cache_of_half_width_keys_refuses_windows():
