@@ -221,6 +221,8 @@ def _step(model: Any, mode: str, length: int, batch_size: int) -> Step:
     model.eval()
     if mode == "prefill":
         return Step(torch.inference_mode()(lambda: model(input_ids=ids, use_cache=False, **last)))
+    if hasattr(model.config, "coca_constraint"):
+        last["rope_length"] = length + 1  # its cache holds under one plan, with longrope
     with torch.inference_mode():
         cache = getattr(model(input_ids=ids, use_cache=True, **last), CACHE, None)
     if cache is None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from coca_hf import CocaLlamaConfig, CocaLlamaForCausalLM
 from coca_hf.errors import CocaError
 from coca_hf.evaluate import rows, speed
 from coca_hf.evaluate.loaded_model import load_model
@@ -90,6 +91,17 @@ def test_decoding_holds_its_cache_and_a_coca_cache_is_three_quarters_of_a_plain_
     assert plain.held_bytes() == 641 * 3 * 2 * width * 4
     angles = 641 * 8 * 4
     assert ours.held_bytes() == 641 * 3 * (width + width // 2) * 4 + angles
+
+
+@pytest.mark.parametrize("length", [14, 40])  # of the original's 16 tokens
+def test_longrope_decodes_across_and_past_its_original_length(coca, length, tmp_path):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    coca.model = CocaLlamaForCausalLM(
+        CocaLlamaConfig(**TINY, vocab_size=len(coca.tokenizer), rope_parameters=rope)
+    )
+    (row,) = speed_rows(run_of(coca, tmp_path, length), modes=["decode"], repeats=3, warmup=1)
+    assert row["value"] > 0
 
 
 def test_memory_that_runs_out_is_a_row_and_the_other_model_goes_on(coca, llama, tmp_path):
