@@ -55,7 +55,6 @@ RELATIVE_RATE = 0.03  # the learning rate, relative to the root mean square of W
 BETAS = (0.8, 0.95)
 WARMUP_STEPS = 10
 EAGER_STEPS = 3  # on a GPU, before the others are replayed as a graph
-MAX_CROWD = 16  # of equal keys that one stands for; more cost short texts, and gain little
 LEAK = 0.1  # of the gradient, for a coefficient below zero
 MEASURED_QUERIES = 256  # of a held-out block
 TRIAL_STEPS = 320  # of a fit that only tells whether a layer wants more content pairs

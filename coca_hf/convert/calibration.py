@@ -36,7 +36,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from coca_hf.convert.calibrate import (
-    MAX_CROWD,
     STEPS,
     FitTask,
     divergences,
@@ -46,7 +45,13 @@ from coca_hf.convert.calibrate import (
     make_content_layer_,
     run_original,
 )
-from coca_hf.convert.calibration_text import calibration_blocks, copies, reach, repeated_blocks
+from coca_hf.convert.calibration_text import (
+    calibration_blocks,
+    copies,
+    crowd_size,
+    reach,
+    repeated_blocks,
+)
 from coca_hf.convert.config import head_of
 from coca_hf.convert.layer_pairs import (
     BATCH_TOKENS,
@@ -397,8 +402,7 @@ class CalibrationRun:
             kl_start = divergences(attention, seen).mean().item() if is_converted else 0.0
         if number in self.missing:
             assert text_seen is not None
-            seed = task.seed + number
-            crowd = min(MAX_CROWD, reach(pairs.config) / task.blocks.shape[1])
+            seed, crowd = task.seed + number, crowd_size(pairs.config, task.blocks.shape[1])
             with self._timed("steps"):
                 if task.chooses_content:
                     is_nearer = is_nearer_as_content_layer(attention, text_seen, seen, seed, crowd)

@@ -37,6 +37,7 @@ SHORT_PERIOD = 128  # at most, for half of them
 HELD_OUT_TOKENS = 8192
 HELD_OUT_BLOCKS = 8  # at most
 TRAINING_HELD_OUT_TOKENS = 2**18  # at most, by coca-train
+MAX_CROWD = 16  # more cost short texts, and gain little in long ones
 HUB_CHARACTERS = 2**28  # of a data set on the hub
 SPACE = re.compile(r"\s")
 
@@ -179,3 +180,8 @@ def reach(config: PreTrainedConfig) -> int:
     if is_of_original and "sliding_attention" in layer_types(config):
         reached = min(reached, config.sliding_window or reached)
     return reached
+
+
+def crowd_size(config: PreTrainedConfig, length: int) -> float:
+    """How many keys of a text that fills `reach` one key of a block of `length` tokens stands for."""
+    return min(MAX_CROWD, reach(config) / length)

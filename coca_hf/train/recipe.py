@@ -721,14 +721,14 @@ def _override_(tree: dict[str, Any], override: str) -> None:
         if not isinstance(node, list) and step not in mapping(node):
             # a stage's mapping begins as the one that it replaces
             is_of_stage = (steps[0], depth) == ("stages", 2)
-            node[step] = _without_own(tree, step) if is_of_stage else {}
+            node[step] = _inherited(tree, step) if is_of_stage else {}
         node[place] = copy.copy(node[place])  # an alias in the file may share it with others
         node = node[place]
     mapping(node)[last] = _parse(value, override)
 
 
-def _without_own(tree: dict[str, Any], key: str) -> Any:
-    """What a stage has under `key` that says nothing of it itself."""
+def _inherited(tree: dict[str, Any], key: str) -> Any:
+    """What counts for a stage that has nothing under `key`."""
     if key == "objective":
         return dict(Stage.model_fields[key].default)
     shared = tree.get("training")

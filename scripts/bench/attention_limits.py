@@ -46,7 +46,7 @@ from coca_hf.convert.calibrate import (
     run_original,
     scores,
 )
-from coca_hf.convert.calibration_text import calibration_blocks, reach, repeated_blocks
+from coca_hf.convert.calibration_text import calibration_blocks, crowd_size, reach, repeated_blocks
 from coca_hf.convert.layer_pairs import Angles
 from coca_hf.documents import TextSource
 from coca_hf.models.attention import CocaAttention
@@ -85,8 +85,8 @@ def main() -> None:
     passages = torch.randint(text.max() + 1, (LOOKUP_BLOCKS, half), generator=generator)
     parts = [held_out, passages.repeat(1, 2), text, repeated]
     in_order = torch.arange(text.shape[1]).expand(len(held_out) + LOOKUP_BLOCKS, -1)
-    reached, length = reach(original.config), text.shape[1]
-    skipping = skipped_positions(2 * len(text), length, reached)
+    skipping = skipped_positions(2 * len(text), text.shape[1], reach(original.config))
+    crowd = crowd_size(original.config, text.shape[1])
     positions = torch.cat((in_order, skipping))
     angles = Angles(original.model, models[0], "cpu")
     rows: list[dict] = []
@@ -100,7 +100,7 @@ def main() -> None:
             for model in models:
                 attention: Any = model.model.layers[number].self_attn
                 about = {"layer": number, "constraint": model.config.coca_constraint}
-                for row in measured(attention, *split, reached / length, options):
+                for row in measured(attention, *split, crowd, options):
                     rows.append(about | row)
                     print(rows[-1], file=sys.stderr, flush=True)
     show(rows)
