@@ -59,8 +59,9 @@ TOKENIZER_FILES = [
 # the hub would also match in other directories.
 COMPANIONS = [*TOKENIZER_FILES, "generation_config.json", *LICENCE_FILES]
 MAX_TOKEN_ID = 1 << 24
-# `tokenizer.ggml.pre` of GGUF files whose texts begin with bos_token in llama.cpp without a flag
-BEGIN_TEXTS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
+# `tokenizer.ggml.pre` of GGUF files whose texts begin with bos_token in llama.cpp without a flag,
+# and whose words are a token of the vocabulary, if there is one, before they are merged
+LIKE_LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "midm-2.0", "pixtral", "tekken")
 # files to download from the hub before the names of the files of weights are known
 OTHER_FILES = ["config.json", INDEX, ADAPTER_CONFIG_NAME, CARD, *RECORDS, *COMPANIONS]
 # What a directory without readable weights is, by its files, and the remedy; the first match counts.
@@ -305,7 +306,7 @@ class GgufSource(Source):
             self.tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
             reader = gguf.GGUFReader(str(file))
             _check_readable(reader, file)
-            _set_special_tokens(self.tokenizer, reader)
+            _follow_llama_cpp(self.tokenizer, reader)
             self._model, loading = AutoModelForCausalLM.from_pretrained(
                 file.parent,
                 gguf_file=file.name,
@@ -420,11 +421,13 @@ def _passed_over(reader: Any) -> str | None:
     return None
 
 
-def _set_special_tokens(tokenizer: PreTrainedTokenizerBase, reader: Any) -> None:
-    """Give `tokenizer` the special tokens of its GGUF file, and begin and end a text as llama.cpp does.
+def _follow_llama_cpp(tokenizer: PreTrainedTokenizerBase, reader: Any) -> None:
+    """Give `tokenizer` the special tokens of its GGUF file, begin and end a text and split words as
+    llama.cpp does.
 
     transformers 5.17 makes the beginning of a text LLaMA's `eos_token`, too, and adds none to a
     text; later versions add one only where the file has a flag, which older files of LLaMA 3 lack.
+    None takes LLaMA 3's words from the vocabulary before it merges letters.
     """
     prefix = "tokenizer.ggml"
     for name, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
@@ -435,7 +438,10 @@ def _set_special_tokens(tokenizer: PreTrainedTokenizerBase, reader: Any) -> None
         if getattr(tokenizer, f"{name}_token") != token:
             setattr(tokenizer, f"{name}_token", token)
     is_llama = _value(reader, f"{prefix}.model") == "llama"
-    begins = is_llama or _value(reader, f"{prefix}.pre") in BEGIN_TEXTS
+    is_like_llama3 = not is_llama and _value(reader, f"{prefix}.pre") in LIKE_LLAMA3
+    if is_like_llama3:
+        tokenizer.backend_tokenizer.model.ignore_merges = True
+    begins = is_llama or is_like_llama3
     for name, default in (("add_bos_token", begins), ("add_eos_token", False)):
         adds = bool(_value(reader, f"{prefix}.{name}", default))
         if getattr(tokenizer, name) != adds:

@@ -280,3 +280,24 @@ def test_special_tokens_are_those_of_the_file_and_surround_a_text_as_in_llama_cp
     assert (made.pad_token_id, made.bos_token_id, made.eos_token_id) == (0, 1, 2)
     ids, inner = made("to die").input_ids, made("to die", add_special_tokens=False).input_ids
     assert ids == [1] * around[0] + inner + [2] * around[1]
+
+
+@pytest.mark.parametrize("case", ["llama"])
+@pytest.mark.parametrize(
+    ("split", "begin", "number"),
+    [("llama-bpe", [1], 1), ("tekken", [1], 1), ("midm-2.0", [1], 1), ("gpt-2", [], 2)],
+)
+def test_words_in_the_vocabulary_of_llama_3_are_a_token_without_merges(
+    case, split, begin, number, model, tiny_tokenizer, tmp_path
+):
+    def describe(writer):
+        writer.add_tokenizer_pre(split)
+        writer.kv_data[0]["tokenizer.ggml.merges"].value = ["c d", "c d"]  # none makes "ab"
+
+    write_gguf(tmp_path / "model.gguf", model, CASES[case][0], tiny_tokenizer, describe)
+    convert_checkpoint(tmp_path / "model.gguf", tmp_path / "dst")
+    made = AutoTokenizer.from_pretrained(tmp_path / "dst")
+    ids = made("ab").input_ids
+    assert ids[: len(begin)] == begin
+    assert len(ids) == len(begin) + number
+    assert made.decode(ids[len(begin) :]) == "ab"
