@@ -68,8 +68,10 @@ def page(result: dict, network: float, overlap: float) -> str:
             "qkv": LAYERS * 4096 * (2 * 4096 + 2048),
             "all": parameters,
         }[stage]
-        # gathered forward, and again backward; gradients of what learns scattered once; bf16 all
-        communication = 2 * (2 * parameters + learning) * (GPUS - 1) / GPUS / (network * 1e9)
+        # gathered forward, and again backward, in bf16; gradients of what learns scattered once, in
+        # float32
+        num_bytes = 2 * 2 * parameters + 4 * learning
+        communication = num_bytes * (GPUS - 1) / GPUS / (network * 1e9)
         hidden = min(communication * overlap, work)
         hours = STEPS * (work + communication - hidden) / 3600
         total += hours
@@ -84,8 +86,8 @@ def page(result: dict, network: float, overlap: float) -> str:
         f"- {GPUS} GPUs, {STEPS:,} steps a stage of {BATCH} blocks of {LENGTH:,} tokens a "
         "GPU (the paper's recipe);",
         f"- every one of {LAYERS} layers takes what the measured ones add, and the rest does not change with depth;",
-        f"- FSDP2 gathers all weights in bf16 twice a step, at {network:g} GB/s a GPU, and {overlap:.0%} of what "
-        "can hide behind work does;",
+        f"- FSDP2 gathers all weights in bf16 twice a step and scatters gradients in float32, at {network:g} GB/s a "
+        f"GPU, and {overlap:.0%} of what can hide behind work does;",
         "- the optimizer's step is counted as measured, though 32 GPUs share it: the projection is that much too long;",
         "- no time for data, evaluation, checkpoints or failures.",
     ]
