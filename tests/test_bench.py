@@ -2,6 +2,7 @@
 test asserts.
 """
 
+import argparse
 import importlib
 import json
 import os
@@ -223,6 +224,29 @@ def test_converting_is_timed_beside_a_copy_and_its_memory_noted(tmp_path, bench,
     assert ours["rss_bytes"] > ours["anonymous_bytes"] > 1e8  # of torch's libraries alone
     assert "| 1 | coca-convert |" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+@pytest.mark.parametrize(("passes", "seconds"), [(1, 10.0), (40, 0.25)])
+def test_calibration_is_projected_from_as_many_steps_as_were_taken(
+    passes, seconds, tmp_path, monkeypatch
+):
+    """Of 256 blocks: --calibrate-passes can give more than the steps of the default."""
+    monkeypatch.syspath_prepend(BENCH)
+    convert = importlib.import_module("convert")
+
+    def run(command: list[str]) -> dict:
+        facts = {"tokens": 32768, "repeated_tokens": 32768, "block_tokens": 256, "passes": passes}
+        facts["seconds_by_part"] = {"steps": 4.0}
+        Path(command[4]).mkdir()
+        (Path(command[4]) / "conversion.json").write_text(json.dumps({"calibration": facts}))
+        return {"seconds": 1.0, "user_seconds": 1.0, "system_seconds": 0.0}
+
+    monkeypatch.setattr(convert, "run", run)
+    options = {"shape": "tiny", "layers": 2, "calibrate": "t", "calibrate_tokens": 32768}
+    options = argparse.Namespace(**options, calibrate_passes=passes)
+    result = convert.measure_calibration(tmp_path, options)
+    assert result["steps"] == 256 * passes
+    assert result["projected_seconds_per_layer"]["steps"] == pytest.approx(seconds)
 
 
 def test_what_fails_on_the_gpu_is_named_and_the_rest_is_measured(tmp_path):

@@ -121,7 +121,7 @@ def measure_calibration(folder: Path, options: argparse.Namespace) -> dict:
     row = run([sys.executable, "-c", CONVERT, str(source), str(folder / "coca"), *map(str, extra)])
     facts = json.loads((folder / "coca" / "conversion.json").read_text())["calibration"]
     tokens = facts["tokens"] + facts["repeated_tokens"]
-    steps = min(tokens // facts["block_tokens"] * facts["passes"], STEPS)
+    steps = tokens // facts["block_tokens"] * facts["passes"]
     busy = (row["user_seconds"] + row["system_seconds"]) / row["seconds"]
     per_layer = {part: spent / layers for part, spent in facts["seconds_by_part"].items()}
     factors = {"forward": 65536 / tokens, "steps": STEPS / steps}
