@@ -1,5 +1,6 @@
 """The attention backends and loaders of transformers that run CoCA as they run LLaMA."""
 
+import copy
 import shutil
 import sys
 
@@ -10,7 +11,14 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from coca_hf import CocaLlamaConfig, convert_checkpoint
 from coca_hf.models.rotary import CocaRotaryEmbedding
 from tests.conftest import output_of
-from tests.models.families import coca_model, padded, stock_model, tiny_model, tokens
+from tests.models.families import (
+    EVERY_CASE_UNDER_ONE_CONSTRAINT,
+    coca_model,
+    padded,
+    stock_model,
+    tiny_model,
+    tokens,
+)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -50,6 +58,25 @@ def test_many_sequences_in_one_row_are_refused_where_the_base_depends_on_the_seq
     config._attn_implementation = "vllm"  # what vLLM sets before it builds the model
     with pytest.raises(ValueError, match="vLLM computes many sequences as one row"):
         CocaRotaryEmbedding(config)
+
+
+class Missing(torch.nn.Identity):
+    """vLLM's stand-in for a layer that another stage of the pipeline has."""
+
+    def forward(self, hidden_states, **kwargs):
+        return hidden_states
+
+
+@EVERY_CASE_UNDER_ONE_CONSTRAINT
+def test_two_stages_of_a_pipeline_have_the_outputs_of_the_whole_model(case, constraint):
+    """As vLLM splits it: the second stage is handed hidden states as `inputs_embeds`."""
+    first = coca_model(case, constraint).model
+    second = copy.deepcopy(first)
+    expected = first(tokens()).last_hidden_state
+    first.layers[1], first.layers[2], first.norm = Missing(), Missing(), Missing()
+    second.layers[0] = Missing()
+    got = second(inputs_embeds=first(tokens()).last_hidden_state).last_hidden_state
+    assert torch.equal(got, expected)
 
 
 DISTRIBUTED = """
