@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from coca_hf import CocaLlamaConfig, convert_checkpoint
+from coca_hf.models.alibi import AlibiLlamaConfig, AlibiLlamaModel
 from coca_hf.models.rotary import CocaRotaryEmbedding
 from tests.conftest import output_of
 from tests.models.families import (
@@ -58,6 +59,16 @@ def test_many_sequences_in_one_row_are_refused_where_the_base_depends_on_the_seq
     config._attn_implementation = "vllm"  # what vLLM sets before it builds the model
     with pytest.raises(ValueError, match="vLLM computes many sequences as one row"):
         CocaRotaryEmbedding(config)
+
+
+def test_vllm_is_refused_for_alibi_which_its_attention_would_leave_out():
+    config = AlibiLlamaConfig()
+    config._attn_implementation = "vllm"
+    with (
+        torch.device("meta"),
+        pytest.raises(ValueError, match="whose bias vLLM's attention does not"),
+    ):
+        AlibiLlamaModel(config)
 
 
 class Missing(torch.nn.Identity):
