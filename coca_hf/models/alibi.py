@@ -91,6 +91,11 @@ class AlibiLlamaPreTrainedModel(LlamaPreTrainedModel):
 
 class AlibiLlamaModel(AlibiLlamaPreTrainedModel, LlamaModel):
     def __init__(self, config: AlibiLlamaConfig):
+        if config._attn_implementation == "vllm":
+            raise ValueError(
+                "config.model_type: got 'alibi_llama', whose bias vLLM's attention does not take; use "
+                "transformers"
+            )
         # not LlamaModel's, which would build a rotary embedding
         PreTrainedModel.__init__(self, config)
         self.padding_idx = config.pad_token_id

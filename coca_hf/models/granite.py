@@ -3,7 +3,7 @@ embeddings, scores, residual branches and logits.
 """
 
 from huggingface_hub.dataclasses import strict
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationMixin, GraniteConfig
 from transformers.models.granite.modeling_granite import GraniteDecoderLayer, GraniteForCausalLM
 
@@ -59,6 +59,9 @@ class CocaGraniteModel(CocaGranitePreTrainedModel, CocaModel):
     layer_class = CocaGraniteDecoderLayer
 
     def before_layers(self, inputs_embeds: Tensor) -> Tensor:
+        # without the first layer: a later stage of vLLM's pipeline, which is handed hidden states
+        if isinstance(self.layers[0], nn.Identity):
+            return inputs_embeds
         return inputs_embeds * self.config.embedding_multiplier
 
 

@@ -1,5 +1,6 @@
 """The attention backends and loaders of transformers that run CoCA as they run LLaMA."""
 
+import copy
 import shutil
 import sys
 
@@ -8,9 +9,17 @@ import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from coca_hf import CocaLlamaConfig, convert_checkpoint
+from coca_hf.models.alibi import AlibiLlamaConfig, AlibiLlamaModel
 from coca_hf.models.rotary import CocaRotaryEmbedding
 from tests.conftest import output_of
-from tests.models.families import coca_model, padded, stock_model, tiny_model, tokens
+from tests.models.families import (
+    EVERY_CASE_UNDER_ONE_CONSTRAINT,
+    coca_model,
+    padded,
+    stock_model,
+    tiny_model,
+    tokens,
+)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -50,6 +59,35 @@ def test_many_sequences_in_one_row_are_refused_where_the_base_depends_on_the_seq
     config._attn_implementation = "vllm"  # what vLLM sets before it builds the model
     with pytest.raises(ValueError, match="vLLM computes many sequences as one row"):
         CocaRotaryEmbedding(config)
+
+
+def test_vllm_is_refused_for_alibi_which_its_attention_would_leave_out():
+    config = AlibiLlamaConfig()
+    config._attn_implementation = "vllm"
+    with (
+        torch.device("meta"),
+        pytest.raises(ValueError, match="whose bias vLLM's attention does not"),
+    ):
+        AlibiLlamaModel(config)
+
+
+class Missing(torch.nn.Identity):
+    """vLLM's stand-in for a layer that another stage of the pipeline has."""
+
+    def forward(self, hidden_states, **kwargs):
+        return hidden_states
+
+
+@EVERY_CASE_UNDER_ONE_CONSTRAINT
+def test_two_stages_of_a_pipeline_have_the_outputs_of_the_whole_model(case, constraint):
+    """As vLLM splits it: the second stage is handed hidden states as `inputs_embeds`."""
+    first = coca_model(case, constraint).model
+    second = copy.deepcopy(first)
+    expected = first(tokens()).last_hidden_state
+    first.layers[1], first.layers[2], first.norm = Missing(), Missing(), Missing()
+    second.layers[0] = Missing()
+    got = second(inputs_embeds=first(tokens()).last_hidden_state).last_hidden_state
+    assert torch.equal(got, expected)
 
 
 DISTRIBUTED = """
