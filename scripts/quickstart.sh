@@ -38,7 +38,7 @@ evaluate "$out/original" "SmolLM2-135M"
 evaluate "$out/start" "+ CoCA, calibrated"
 
 say "5/7 Train on text and lookups, the original as the teacher"
-coca-train recipes/recover.yaml --out "$out/train" --resume training.bf16="$bf16" stages.recover.max_steps=20
+coca-train recipes/recover.yaml --out "$out/train" --resume training.bf16="$bf16" stages.recover.max_steps=32
 
 say "6/7 Evaluate the result"
 evaluate "$out/train/1-recover" "+ CoCA, recovered"
