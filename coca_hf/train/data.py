@@ -229,7 +229,9 @@ class Blocks:
             count = read["document"] + (read["character"] > 0)
             last = f" ({read['name']})" if "name" in read else ""  # blocks of de2ea7b lack it
             part = f"documents 1 to {count:,}{last}; what follows is not read"
-            part = "all documents" if read["is_read"] else part
+            times = read.get("passes", 1)
+            again = f", read up to {times:,} times" if times > 1 else ""
+            part = f"all documents{again}" if read["is_read"] else part
             name = self._data.sources[int(number)].name
             lines.append(printable(f"data: {name}: blocks of {part}"))
         return lines
@@ -587,7 +589,7 @@ class Corpus:
         for number, source in self._texts.items():
             read, made = state["sources"][str(number)], rows[f"source-{number}"]
             first_pass = self._packed(source, held_out[number], read, made)
-            texts[number] = self._order_of_text(source, first_pass, made, names[number])
+            texts[number] = self._order_of_text(source, first_pass, made, names[number], read)
         streams = dict(texts)
         for number, source in enumerate(sources):
             if source.synthetic:
@@ -619,10 +621,19 @@ class Corpus:
         read["is_read"] = True
 
     def _order_of_text(
-        self, source: Source, unread: Iterator[int], rows: GrowingRows, name: str
+        self,
+        source: Source,
+        unread: Iterator[int],
+        rows: GrowingRows,
+        name: str,
+        read: dict[str, Any],
     ) -> Iterator[int]:
-        """The rows of one source in the order of training, pass after pass; `unread`: the first."""
+        """The rows of one source in the order of training, pass after pass; `unread`: the first.
+
+        Notes the passes in `read`.
+        """
         for pass_number in itertools.count():
+            read["passes"] = pass_number + 1
             draw = random.Random(f"{name} pass {pass_number}")
             buffer = list(itertools.islice(unread, max(SHUFFLE_TOKENS // self.data.seq_len, 1)))
             if not buffer:
