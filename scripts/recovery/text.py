@@ -26,6 +26,10 @@ def middle(text: str) -> str:
 
 if not out.exists():
     sources = [document.text for document in read_documents(code) if len(document.text) >= PASSAGE]
+    if len(sources) < BOOKS // 3:
+        sys.exit(
+            f"{code}: got {len(sources)} files of {PASSAGE:,} characters or more, expected {BOOKS // 3}"
+        )
     step = len(sources) // (BOOKS // 3)
     python = (middle(text) for text in sources[::step])
     passages = []
