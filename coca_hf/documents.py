@@ -169,7 +169,8 @@ def local_files(source: str) -> list[Path]:
         raise CocaError(f"got an empty name of a source, expected {expected}")
     path = Path(source)
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if _suffix(file))
+        shown = (file for file in path.iterdir() if not file.name.startswith("."))
+        files = sorted(file for file in shown if _suffix(file))
         if not files:
             found = f"got a directory without {', '.join(SUFFIXES)} files"
             raise CocaError(f"{source}: {found}, expected at least one; {AS_ROWS}")
@@ -180,9 +181,9 @@ def local_files(source: str) -> list[Path]:
                 f"for its own files; name them by globs, such as {path}/*{_suffix(files[0])} or "
                 f"{path}/**/*{_suffix(Path(first))}, in a source for each kind of file"
             )
-        return files
-    names = [source] if path.is_file() else glob.glob(source, recursive=True)
-    files = sorted({Path(name) for name in names})
+    else:
+        names = [source] if path.is_file() else glob.glob(source, recursive=True)
+        files = sorted({Path(name) for name in names})
     for file in files:
         if not _suffix(file):
             kind = file.suffix or "nameless"

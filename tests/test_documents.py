@@ -183,7 +183,14 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize(
-    ("make", "given"), [(os.mkfifo, "a.txt"), (os.mkfifo, "*.txt"), (os.mkdir, "*.txt")]
+    ("make", "given"),
+    [
+        (os.mkfifo, "a.txt"),
+        (os.mkfifo, "*.txt"),
+        (os.mkfifo, ""),
+        (os.mkdir, "*.txt"),
+        (os.mkdir, ""),
+    ],
 )
 def test_what_is_no_ordinary_file_is_refused_and_does_not_hang(tmp_path, make, given):
     make(tmp_path / "a.txt")
@@ -252,6 +259,7 @@ def test_a_directory_with_text_in_subdirectories_is_refused_with_the_globs_that_
     (tmp_path / "more/notes.md").write_text("no text of ours")
     (tmp_path / ".hidden").mkdir()
     (tmp_path / ".hidden/b.txt").write_text("hidden")
+    (tmp_path / ".b.txt").write_text("hidden")
     assert texts_of(tmp_path) == ["one"]
     (tmp_path / "more/b.jsonl").write_text('{"text": "two"}')
     refused(r"text in subdirectories too, such as .*b\.jsonl", read, tmp_path)

@@ -123,6 +123,7 @@ class Staging:
             self.checkpoint.mkdir()
             self.start_over(made_from)
             return
+        append_line(self._manifest, "")  # ends a line that was cut
         self.finished = {line.shard: line for line in finished if line.shard in shards}
         for file in self.checkpoint.iterdir():
             if file.name not in self.finished:
@@ -171,20 +172,18 @@ class Staging:
             _remove(path)
 
     def _read_manifest(self, made_from: str) -> list[FinishedShard] | None:
-        """Its lines up to the first one that a power failure cut; None if it is not ours."""
+        """Its lines but those that a power failure cut; None if it is not ours."""
         try:
-            first, *lines = self._manifest.read_text(encoding="utf-8").splitlines(keepends=True)
+            first, *lines = self._manifest.read_text(encoding="utf-8").splitlines()
             if json.loads(first) != {"made_from": made_from} or not self.checkpoint.is_dir():
                 return None
         except (FileNotFoundError, ValueError):
             return None
         finished: list[FinishedShard] = []
-        # an earlier coca_hf may have written other fields
-        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
-            for text in lines:
-                if not text.endswith("\n"):
-                    break
-                facts = json.loads(text)
+        for line in lines:
+            # an earlier coca_hf may have written other fields
+            with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
+                facts = json.loads(line)
                 scales = {int(layer): of_heads for layer, of_heads in facts["scales"].items()}
                 finished.append(FinishedShard(**facts | {"scales": scales}))
         return finished

@@ -254,6 +254,15 @@ def test_rerun_with_a_damaged_manifest_gives_the_same_files(source, expected, tm
     assert bytes_of(tmp_path / "dst") == expected
 
 
+def test_a_rerun_keeps_the_shards_that_were_recorded_after_a_cut_line(source, expected, tmp_path):
+    dst = tmp_path / "dst"
+    before = interrupted(source, dst)
+    file = tmp_path / ".dst.incomplete" / "manifest.jsonl"
+    file.write_text(MANIFESTS["cut"](file.read_text()))
+    assert len(interrupted(source, dst, 3_000_000)) > len(before)
+    continues(source, dst, expected)
+
+
 @pytest.mark.parametrize("options", [{}, {"constraint": "strict"}], ids=["number", "option"])
 def test_rerun_starts_over_with_another_number_in_the_source_or_option(source, tmp_path, options):
     changed, dst = shutil.copytree(source, tmp_path / "changed"), tmp_path / "dst"
