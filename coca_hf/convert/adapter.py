@@ -14,7 +14,8 @@ from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 from coca_hf.convert.config import is_coca
 from coca_hf.convert.initialise import Shape
 from coca_hf.errors import CocaError, short
-from coca_hf.weights import BLOCK_BYTES, FLOATS, HEADS, WeightsFile, checkpoint_file, read_json
+from coca_hf.files import file_hash
+from coca_hf.weights import FLOATS, HEADS, WeightsFile, checkpoint_file, read_json
 
 REMEDY = "merge it with peft's merge_and_unload first, and convert the result"
 # Fields that do not change what is merged. Fields that are off (null, false, empty) do not, either,
@@ -144,13 +145,8 @@ class Adapter:
 
     def _hash(self) -> str:
         """xxh3_128 of the factor and the file of weights."""
-        digest = xxhash.xxh3_128(repr(self.scale).encode())
-        buffer = bytearray(BLOCK_BYTES)
-        for offset in range(0, self.weights.size, BLOCK_BYTES):
-            block = memoryview(buffer)[: self.weights.size - offset]
-            self.weights.read_into(block, offset)
-            digest.update(block)
-        return digest.hexdigest()
+        content = f"{self.scale!r} {file_hash(self.weights.file)}"
+        return xxhash.xxh3_128_hexdigest(content.encode())
 
 
 def _is_of_coca(config: Mapping) -> bool:

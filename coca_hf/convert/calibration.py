@@ -66,7 +66,7 @@ from coca_hf.convert.refit import blocks_to_refit_on, refit_outputs
 from coca_hf.convert.writer import PROCESS_BYTES, bytes_of
 from coca_hf.documents import TextSource
 from coca_hf.errors import CocaError
-from coca_hf.files import replace_text, replacing, size_in_words
+from coca_hf.files import file_hash, replace_text, replacing, size_in_words
 from coca_hf.precision import matrix_dtype, precision
 from coca_hf.provenance import versions
 from coca_hf.tokens import skipped_positions
@@ -150,14 +150,11 @@ class Calibration:
             )
         # tokenizing turns off its truncation and padding, which the checkpoint's must keep
         tokenizer = copy.deepcopy(layout.source.tokenizer)
-
-        def with_repeated(blocks: Tensor) -> Tensor:
-            return torch.cat((blocks, repeated_blocks(blocks, tokenizer, layout.config, seed)))
-
         text_blocks, held_out = calibration_blocks(
             text, tokenizer, layout.config, num_tokens, block_tokens, seed
         )
-        blocks = with_repeated(text_blocks)
+        repeated = repeated_blocks(text_blocks, tokenizer, layout.config, seed)
+        blocks = torch.cat((text_blocks, repeated))
         # layers are ranked on half of the held-out text
         ranked_on = held_out[: max(1, len(held_out) // 2)]
         self.ranking_blocks = copies(ranked_on, tokenizer, layout.config, seed)
@@ -167,7 +164,6 @@ class Calibration:
         self.blocks_hash = xxhash.xxh3_128_hexdigest(bytes_of(blocks))
         others = ("coca_kept_layers", "coca_kept_window", "dtype")
         settings = {
-            "source": layout.source.states(),
             "numbers": layout.source.content_hash() if reads_source else None,
             "blocks": [blocks.shape, self.blocks_hash],
             "held out": xxhash.xxh3_128_hexdigest(bytes_of(held_out)),
@@ -443,7 +439,7 @@ class CalibrationRun:
                 "settings": self.task.settings,
                 "kept": list(self.pairs.config.coca_kept_layers),
                 "carries_text": self._carries_text(len(layers)),
-                "hash": self.states[len(layers) % 2].hash(),
+                "hash": file_hash(self.states[len(layers) % 2].file),
                 "layers": layers,
             }
             replace_text(self.record_file, json.dumps(record))
@@ -456,7 +452,7 @@ class CalibrationRun:
             kept, number = list(self.pairs.config.coca_kept_layers), len(layers)
             is_same = (record["settings"], record["kept"]) == (self.task.settings, kept)
             has_all = self._carries_text(number) <= record["carries_text"]
-            is_whole = self.states[number % 2].hash() == record["hash"]
+            is_whole = file_hash(self.states[number % 2].file) == record["hash"]
         except (OSError, ValueError, LookupError, TypeError):
             return []
         all_fitted = all(missing >= number for missing in self.missing)

@@ -58,10 +58,6 @@ class Family:
     def coca_config(self) -> Any:
         return CONFIG_MAPPING[self.becomes]
 
-    @property
-    def coca_causal_lm(self) -> Any:
-        return MODEL_FOR_CAUSAL_LM_MAPPING[self.coca_config]
-
     def understands(self) -> set[str]:
         common = _fields(self.config) & _fields(self.coca_config)
         return common | {"rope_theta", "rope_scaling"} | self.other_fields
@@ -84,8 +80,9 @@ FAMILIES = {
     )
 }
 
-# classes with another head than the language head: by the end of their names, then by their config
-CLASSIFIERS = {
+# classes by their head, which is the end of their names, and by their config
+MODELS = {
+    "ForCausalLM": MODEL_FOR_CAUSAL_LM_MAPPING,
     "ForSequenceClassification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     "ForTokenClassification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
 }
@@ -127,15 +124,10 @@ REFUSED_WHEN_SET = {
 }
 
 
-def family_of(config: CocaConfig) -> Family:
-    """The family of a CoCA configuration; its source may have another one."""
-    return FAMILIES[config.model_type.removeprefix("coca_")]
-
-
 def head_of(architectures: object) -> str:
     """`ForCausalLM`, unless the `architectures` of a config.json name a classifier."""
     named = architectures[0] if isinstance(architectures, list) and architectures else None
-    return next((head for head in CLASSIFIERS if str(named).endswith(head)), "ForCausalLM")
+    return next((head for head in MODELS if str(named).endswith(head)), "ForCausalLM")
 
 
 def check_not_quantized(where: str, config: PreTrainedConfig) -> None:
@@ -159,10 +151,7 @@ def check_generation_config(directory: Path) -> None:
 
 def coca_class(config: CocaConfig) -> type[CocaPreTrainedModel]:
     """The family's model with the head that `architectures` names."""
-    head = head_of(config.architectures)
-    if head in CLASSIFIERS:
-        return CLASSIFIERS[head][type(config)]
-    return family_of(config).coca_causal_lm
+    return MODELS[head_of(config.architectures)][type(config)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,7 +239,7 @@ def coca_config(
     understood = family.understands()
     fields = _understood_fields(config, understood, ignored, where)
     head = head_of(config.get("architectures"))
-    fields["architectures"] = [family.coca_causal_lm.__name__.replace("ForCausalLM", head)]
+    fields["architectures"] = [MODELS[head][family.coca_config].__name__]
     kept_layers, number = list(kept_layers), fields.get("num_hidden_layers")
     if isinstance(number, int) and not all(0 <= layer < number for layer in kept_layers):
         raise CocaError(

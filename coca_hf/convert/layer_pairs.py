@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -163,12 +162,6 @@ class HiddenStates:
         for size in sizes:
             yield HiddenStates(self.file, (size, *self.shape[1:]), first)
             first += size
-
-    def hash(self) -> str:
-        digest = xxhash.xxh3_128()
-        for blocks in batches(self):
-            digest.update(self[blocks].numpy().data)
-        return digest.hexdigest()
 
     @property
     def _per_block(self) -> int:

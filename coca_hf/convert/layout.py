@@ -4,7 +4,6 @@ The CoCA model itself, built without memory, says which tensors it has. Its fami
 source's tensors each is made from, and how. Letters: `models/attention.py`.
 """
 
-import dataclasses
 import json
 import math
 import re
@@ -25,7 +24,6 @@ from coca_hf.convert.config import (
     bake_ntk_,
     coca_class,
     converted_config,
-    family_of,
     head_of,
     is_coca,
     with_kept_window,
@@ -97,7 +95,13 @@ class Layout:
         for shard, targets in self.shards.items():
             for target in targets:
                 dtypes = self.dtype_of(target), self.source.dtype(target.source)
-                tensors.append((shard, dataclasses.astuple(target)[:4], *dtypes))
+                tensors.append(
+                    (
+                        shard,
+                        (target.name, target.shape, target.source, target.source_shape),
+                        *dtypes,
+                    )
+                )
         configs = self.config.to_dict(), self.source.config
         facts = tensors, configs, self.released, RULE, self.calibrated_from, code_hashes()
         return xxhash.xxh3_128_hexdigest(json.dumps(facts, default=str).encode())
@@ -203,8 +207,9 @@ def check_tensors(
         _check_released(config, family, where)
     targets = list(_targets(config, shapes, family, released, where))
     expected = source_shapes(targets, config)
-    causal_lm = family.causal_lm if family else family_of(config).coca_causal_lm
-    plain = causal_lm.__name__.replace("ForCausalLM", head_of(config.architectures))
+    head = head_of(config.architectures)
+    plain = family.causal_lm.__name__ if family else coca_class(config).__name__
+    plain = plain.replace("ForCausalLM", head)
     missing = [name for name in expected if name not in shapes]
     if missing:
         rest = missing[0].partition(".")[2]  # of a model with another head or none

@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from coca_hf.convert.config import (
-    CLASSIFIERS,
     FAMILIES,
+    MODELS,
     check_kept_window,
     coca_class,
     coca_config,
@@ -67,9 +67,8 @@ def patch_(
     """
     if isinstance(model, CocaPreTrainedModel):
         raise CocaError("patch_: got a CoCA model already; there is nothing to patch")
-    supported = {family.causal_lm for family in FAMILIES.values()}
-    for classes in CLASSIFIERS.values():
-        supported |= {classes.get(family.config, None) for family in FAMILIES.values()} - {None}
+    configs = [family.config for family in FAMILIES.values()]
+    supported = {of.get(config, None) for of in MODELS.values() for config in configs} - {None}
     if type(model) not in supported:
         names = sorted(model_class.__name__ for model_class in supported)
         raise CocaError(

@@ -247,14 +247,9 @@ class Source:
             return ["it cannot be loaded"]
         return [name for name in ours | theirs if ours.get(name) != theirs.get(name)] or None
 
-    def states(self) -> list[tuple[int, ...]]:
-        """Values that change whenever a file of weights or the adapter's factor changes."""
-        adapter = [(int(self.adapter.record["xxh3_128"], 16),)] if self.adapter else []
-        return sorted([*self._current_states().values(), *adapter])
-
     def content_hash(self) -> str:
-        """xxh3_128 of all tensors and their names, an adapter merged. Files may change and have the
-        same `states`: copies and archives set times.
+        """xxh3_128 of all tensors and their names, an adapter merged. Files may change and keep
+        their size and times: copies and archives set them.
         """
         digest = xxhash.xxh3_128()
         for name in sorted(self.shapes()):

@@ -690,7 +690,6 @@ OTHERS = {
     "seed": lambda *_: {"seed": 1},
     "passes": lambda *_: {"calibrate_passes": 1},
     "text": lambda _, text, __: [text.write_text(text.read_text().replace("times", "plus"))],
-    "source": lambda source, *_: os.utime(source / "model.safetensors", ns=(1, 1)),
     "numbers": other_numbers,
     "config": lambda source, *_: edit_config(source, rms_norm_eps=1e-5),
     "a shorter layer": damaged_layer(lambda data: data[:-100]),

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from coca_hf import convert_checkpoint, patch_, unpatch_
-from coca_hf.convert.config import CLASSIFIERS, FAMILIES
+from coca_hf.convert.config import FAMILIES, MODELS
 from coca_hf.evaluate.loaded_model import load_model as load_for_evaluation
 from coca_hf.train.model import load_model as load_for_training
 from tests.conftest import refused
@@ -21,7 +21,7 @@ HEADS = {
 PAIRS = [(family, head) for family in FAMILIES for head in HEADS]
 EVERY_CLASSIFIER = pytest.mark.parametrize(
     ("family", "head"),
-    [pair for pair in PAIRS if CLASSIFIERS[f"For{pair[1]}"].get(FAMILIES[pair[0]].config, None)],
+    [pair for pair in PAIRS if MODELS[f"For{pair[1]}"].get(FAMILIES[pair[0]].config, None)],
 )
 
 
@@ -37,7 +37,7 @@ def stock_classifier(family, head):
 
 
 def class_name(family, head):
-    return FAMILIES[family].coca_causal_lm.__name__.replace("CausalLM", head)
+    return MODELS[f"For{head}"][FAMILIES[family].coca_config].__name__
 
 
 def padded():

@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from coca_hf import AlibiLlamaConfig, AlibiLlamaForCausalLM, convert_checkpoint, patch_
-from coca_hf.convert.config import FAMILIES
+from coca_hf.convert.config import FAMILIES, MODELS
 from coca_hf.models.attention import QUERY_SCALE, coca_key, coca_query
 from tests.conftest import output_of
 from tests.convert.checkpoints import edit_config, edit_weights, load_clean, refuses
@@ -37,7 +37,7 @@ def test_converted_checkpoint_loads_clean_is_the_patched_model_and_has_the_refer
 ):
     src, dst, record = converted(case, constraint)
     model = load_clean(dst)
-    assert type(model) is FAMILIES[CASES[case][0]].coca_causal_lm
+    assert type(model) is MODELS["ForCausalLM"][FAMILIES[CASES[case][0]].coca_config]
     assert model.config.coca_constraint == constraint
     assert sum(p.numel() for p in model.parameters()) == record["parameters"]["after"]
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coca_hf import convert_checkpoint
 from coca_hf.convert import source
-from coca_hf.convert.config import FAMILIES
+from coca_hf.convert.config import FAMILIES, MODELS
 from tests.conftest import TINY
 from tests.convert.checkpoints import refuses
 
@@ -107,7 +107,7 @@ def test_a_gguf_file_converts_to_the_weights_of_its_original(case, model, tiny_t
     assert record["source_format"] == "gguf"
     places = tmp_path / "dst", tmp_path / "expected"
     made, expected = map(AutoModelForCausalLM.from_pretrained, places)
-    assert type(made) is FAMILIES[CASES[case][0]].coca_causal_lm
+    assert type(made) is MODELS["ForCausalLM"][FAMILIES[CASES[case][0]].coca_config]
     assert made.state_dict().keys() == expected.state_dict().keys()
     for name, tensor in expected.state_dict().items():
         assert torch.equal(made.state_dict()[name], tensor), name

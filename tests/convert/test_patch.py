@@ -21,7 +21,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from coca_hf import CocaLlamaForCausalLM, patch_, unpatch_
-from coca_hf.convert.config import FAMILIES
+from coca_hf.convert.config import FAMILIES, MODELS
 from tests.conftest import refused
 from tests.models.families import CASES, ONE_CASE_EACH, stock_model, tokens
 from tests.models.test_rotary import ROPES
@@ -304,7 +304,7 @@ def test_unpatch_restores_every_family_exactly_and_patch_leaves_other_models_alo
     assert all(after[name] is before[name] for name in before)
     assert torch.equal(model.eval()(ids).logits, expected)
     assert model.config.to_dict() == untouched.config.to_dict()
-    assert type(patch_(model)) is FAMILIES[CASES[case][0]].coca_causal_lm
+    assert type(patch_(model)) is MODELS["ForCausalLM"][FAMILIES[CASES[case][0]].coca_config]
 
 
 @pytest.mark.parametrize(("case", "is_shared"), [("qwen2", True), ("neox-partial", False)])
