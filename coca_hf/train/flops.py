@@ -13,10 +13,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import repeat_kv
 
-from coca_hf.train.model import model_from_config, shapes_only, stage_model
+from coca_hf.train.model import (
+    model_from_config,
+    shapes_only,
+    stage_model,
+    teacher_from_config,
+)
 from coca_hf.train.recipe import Recipe, Stage
 
 # Dense bfloat16 operations a second, from the manufacturers' data sheets (which often give twice
@@ -36,14 +42,26 @@ def count_flops(recipe: Recipe, stage: Stage) -> int:
     """Operations per token of a stage's forward and backward, for MFU: without those of the teacher
     and of gradient checkpointing.
     """
-    seq_len = recipe.data.seq_len
     with torch.device("meta"):
         base = model_from_config(recipe)
-        base.config._attn_implementation = "sdpa"  # some models of transformers default to eager
-        model = stage_model(base, stage).train()
-        ids = torch.zeros(1, seq_len, dtype=torch.int64)
-        with shapes_only(base), _counted_attention(), FlopCounterMode(display=False) as counter:
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return _count(base, stage_model(base, stage).train(), recipe.data.seq_len)
+
+
+def count_teacher_flops(recipe: Recipe) -> int:
+    """Operations per token of the teacher's forward."""
+    with torch.device("meta"), torch.no_grad():
+        teacher = teacher_from_config(recipe)
+        return _count(teacher, teacher, recipe.data.seq_len)
+
+
+def _count(base: PreTrainedModel, model: nn.Module, seq_len: int) -> int:
+    """Operations per token of a forward of `model`, which has `base`, and of what it records."""
+    base.config._attn_implementation = "sdpa"  # some models of transformers default to eager
+    ids = torch.zeros(1, seq_len, dtype=torch.int64)
+    with shapes_only(base), _counted_attention(), FlopCounterMode(display=False) as counter:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        if loss.requires_grad:
+            loss.backward()
     return counter.get_total_flops() // seq_len
 
 

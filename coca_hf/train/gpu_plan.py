@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -37,20 +37,28 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from coca_hf.errors import CocaError, library_errors
-from coca_hf.train.flops import PEAK_FLOPS, count_flops, peak_flops
+from coca_hf.train import objectives
+from coca_hf.train.flops import PEAK_FLOPS, count_flops, count_teacher_flops, peak_flops
 from coca_hf.train.model import (
     count_parameters,
     model_from_config,
+    round_matrices_,
     shapes_only,
     stage_model,
     start_config,
+    teacher_from_config,
 )
-from coca_hf.train.objectives import fuse_cross_entropy_
+from coca_hf.train.objectives import (
+    chunk_cross_entropy_,
+    distillation_loss,
+    fuse_cross_entropy_,
+)
 from coca_hf.train.preflight import (
     check_model,
     check_model_for_context_parallel,
     check_optimizer,
     check_positions,
+    check_teacher,
 )
 from coca_hf.train.recipe import Recipe, Stage, check_stage
 from coca_hf.train.trainer import sharded_precision
@@ -60,6 +68,7 @@ GIB = 2**30
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "other")
 EXCHANGED = "the keys and values that GPUs exchange"
 _BLOCK_BYTES = 512  # CUDA's allocator gives whole blocks
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NEED_A_GPU = ("bf16", "fp16", "tf32", "torch_compile", "use_cpu")
 
 
@@ -82,7 +91,7 @@ class Setting:
 class Memory:
     """Bytes on one GPU at their peak, by category.
 
-    weights: this GPU's share of the parameters; activations: with the logits and what is
+    weights: this GPU's share of the parameters, and all of the teacher's; activations: with the logits and what is
     recomputed; other: weights gathered from other GPUs, gradients of activations, buffers of
     communication, casts and the optimizer's temporaries.
     """
@@ -152,11 +161,14 @@ def plan_recipe(
             "--plan: got a process group, expected none: start it without accelerate launch"
         )
     check_model(recipe)
+    student = start_config(recipe)
+    if recipe.teacher:
+        check_teacher(recipe, student)
     stages: list[StagePlan] = []
     notes = [
         f"a stage fits if its peak leaves {RESERVE:.0%} of the memory free, for what no tensor shows"
     ]
-    if notice := check_positions(recipe, start_config(recipe)):
+    if notice := check_positions(recipe, student):
         notes.append(notice)
     for stage in recipe.stages:
         options = recipe.trainer_options(stage)
@@ -167,7 +179,6 @@ def plan_recipe(
             )
         missing = {
             "torch_compile": options.get("torch_compile"),
-            "the teacher": stage.needs_teacher,
             "answer_weight": stage.answer_weight,
             EXCHANGED: recipe.own_options(stage).context_parallel_size > 1,
         }
@@ -193,7 +204,10 @@ def _plan_stage(
         recipe.own_options(stage).context_parallel_size,
     )
     tokens = arguments.max_steps * setting.global_batch * seq_len
-    flops = tokens * count_flops(recipe, stage)
+    flops = count_flops(recipe, stage)
+    if stage.needs_teacher:
+        flops += count_teacher_flops(recipe)
+    flops *= tokens
     memory = measure(recipe, stage, setting)
     usable = gpu_bytes * (1 - RESERVE)
     return StagePlan(
@@ -325,6 +339,9 @@ def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
         base = model_from_config(recipe, "eager" if own.attn_implementation == "eager" else None)
         if own.fused_cross_entropy:
             fuse_cross_entropy_(base)
+        elif stage.needs_objective:
+            chunk_cross_entropy_(base)
+        teacher = _teacher(recipe, stage) if stage.needs_teacher else None
         # peft moves adapters to the device where they already are, and fake tensors cannot move
         with patch.object(nn.Module, "to", lambda module, *_, **__: module):
             model: Any = stage_model(base, stage)
@@ -342,7 +359,9 @@ def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
         optimizer = kind(shards, **options)
         whole = torch.zeros(setting.batch_size, recipe.data.seq_len, dtype=torch.int64)
         part = whole[:, : recipe.data.seq_len // setting.sharing].contiguous()
-        with shapes_only(base), MemoryTracker(model, optimizer) as tracker:
+        # Fake tensors are on the CPU, and the chunks those of a GPU
+        rows = patch.object(objectives, "_CHUNK_TOKENS_OF_CPU", objectives._CHUNK_TOKENS)
+        with shapes_only(base), rows, MemoryTracker(model, optimizer, teacher) as tracker:
             if recipe.data.held_out_blocks:  # measured before the first step, on whole blocks
                 with torch.no_grad():
                     model.eval()
@@ -350,7 +369,8 @@ def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
                     model(input_ids=whole, labels=whole, use_cache=False)
                     model.train()
             for _ in range(2):
-                _step(model, optimizer, part, accumulated=min(setting.accumulation, 2))
+                accumulated = min(setting.accumulation, 2)
+                _step(model, optimizer, part, accumulated, teacher)
     return Memory(tracker.at_peak)
 
 
@@ -362,14 +382,26 @@ def planned_arguments(recipe: Recipe, stage: Stage) -> TrainingArguments:
         return TrainingArguments(output_dir="plan", use_cpu=True, **options)
 
 
+def _precision(options: Mapping[str, Any]) -> str:
+    return next((name for name in _DTYPES if options.get(name)), "no")
+
+
+def _teacher(recipe: Recipe, stage: Stage) -> PreTrainedModel:
+    """The teacher as a stage has it: `load_teacher`, without contents, under autocast."""
+    teacher = teacher_from_config(recipe).requires_grad_(False)
+    if dtype := _DTYPES.get(_precision(recipe.trainer_options(stage))):
+        round_matrices_(teacher, dtype)
+        teacher.forward = torch.autocast("cpu", dtype=dtype)(teacher.forward)
+    return teacher
+
+
 def _prepare_(model: PreTrainedModel, options: dict[str, Any], mesh: Any) -> None:
     """Mixed precision and sharding, in place, as `Accelerator.prepare` does; on the CPU."""
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    precision = next((name for name in dtypes if options.get(name)), "no")
+    precision = _precision(options)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
     )
-    if dtype := dtypes.get(precision):
+    if dtype := _DTYPES.get(precision):
         model.forward = convert_outputs_to_fp32(torch.autocast("cpu", dtype=dtype)(model.forward))
         plugin.mixed_precision_policy = sharded_precision(dtype)
     if mesh is not None:
@@ -385,22 +417,36 @@ def _prepare_(model: PreTrainedModel, options: dict[str, Any], mesh: Any) -> Non
 
 
 def _step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, accumulated: int
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ids: Tensor,
+    accumulated: int,
+    teacher: PreTrainedModel | None,
 ) -> None:
     """An optimizer step as in the Trainer, which exchanges gradients after the last backward."""
     for number in range(accumulated):
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(number == accumulated - 1)
-        tokens = torch.tensor(ids.numel() * accumulated)
-        loss = model(input_ids=ids, labels=ids, use_cache=False, num_items_in_batch=tokens)["loss"]
-        loss.backward()
-    del loss
+        _loss(model, ids, accumulated, teacher).backward()
     shards = optimizer.param_groups[0]["params"]
     for parameter, shard in zip(_learning(model), shards, strict=True):
         shard.grad = None if parameter.grad is None else _local(parameter.grad)
     optimizer.step()
     optimizer.zero_grad()
     model.zero_grad()
+
+
+def _loss(
+    model: nn.Module, ids: Tensor, accumulated: int, teacher: PreTrainedModel | None
+) -> Tensor:
+    """That of the text and, with a teacher, its divergence, as in `Objective`."""
+    tokens = torch.tensor(ids.numel() * accumulated)
+    outputs = model(input_ids=ids, labels=ids, use_cache=False, num_items_in_batch=tokens)
+    if teacher is None:
+        return outputs["loss"]
+    with torch.no_grad():
+        theirs = teacher(input_ids=ids, use_cache=False).logits
+    return outputs["loss"] + distillation_loss(outputs["logits"], theirs)
 
 
 def _learning(model: nn.Module) -> list[nn.Parameter]:
@@ -435,7 +481,12 @@ class MemoryTracker(TorchDispatchMode):
     sharded models.)
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        teacher: nn.Module | None = None,
+    ):
         super().__init__()
         self.at_peak, self._now = (dict.fromkeys(CATEGORIES, 0) for _ in range(2))
         self._optimizer = optimizer
@@ -444,10 +495,11 @@ class MemoryTracker(TorchDispatchMode):
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         groups = [module._get_fsdp_state()._fsdp_param_group for module in sharded]
         self._sharded = [parameter for group in groups if group for parameter in group.fsdp_params]
-        for parameter in model.parameters():
-            self._count(parameter, "weights")
-        for buffer in model.buffers():
-            self._count(buffer, "other")
+        for counted in (model, teacher) if teacher else (model,):
+            for parameter in counted.parameters():
+                self._count(parameter, "weights")
+            for buffer in counted.buffers():
+                self._count(buffer, "other")
 
     def __enter__(self):
         self._fake_mode = active_fake_mode()

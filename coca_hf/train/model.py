@@ -119,19 +119,26 @@ def load_model(
 
 @functools.lru_cache(maxsize=1)
 def load_teacher(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The teacher of a recipe, loaded once for all stages that want the same.
-
-    dtype: the one that autocast multiplies in. Matrices are kept in it, which halves their memory
-    and saves rounding them in every step; the rest, and embeddings that the head shares, is
-    float32.
+    """The teacher of a recipe, loaded once for all stages that want the same; see
+    `round_matrices_`.
     """
     teacher = load_model(name)
-    embeddings = teacher.get_input_embeddings().weight
-    for module in teacher.modules():
-        if isinstance(module, nn.Linear) and module.weight is not embeddings:
-            module.to(dtype)
+    round_matrices_(teacher, dtype)
     _give_rows_their_own_angles_(teacher)
     return teacher
+
+
+def round_matrices_(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Keep a model's matrices in `dtype`, the one that autocast multiplies in, in place.
+
+    That halves their memory and saves rounding them in every step; the rest, and embeddings that the
+    head shares, stay in float32.
+    """
+    embeddings = model.get_input_embeddings().weight
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight is not embeddings:
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(dtype)
 
 
 def _give_rows_their_own_angles_(model: PreTrainedModel) -> None:
@@ -274,6 +281,12 @@ def model_from_config(recipe: Recipe, attn_implementation: str | None = None) ->
         return AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=attn_implementation
         )
+
+
+def teacher_from_config(recipe: Recipe) -> PreTrainedModel:
+    """As `model_from_config`, the recipe's teacher."""
+    of_teacher = {"model": recipe.teacher, "tokenizer": None, "config": dict[str, Any]()}
+    return model_from_config(recipe.model_copy(update=of_teacher)).eval()
 
 
 def start_model(recipe: Recipe, attn_implementation: str | None = None) -> PreTrainedModel:

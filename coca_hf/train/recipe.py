@@ -324,6 +324,11 @@ class Stage(StrictMapping):
         return "distill" in self.objective
 
     @property
+    def needs_objective(self) -> bool:
+        """Whether it minimises more than the mean cross-entropy of the text."""
+        return self.objective != {"lm": 1.0} or bool(self.answer_weight)
+
+    @property
     def needs_logits(self) -> bool:
         return "distill" in self.objective or bool(self.answer_weight)
 

@@ -343,7 +343,7 @@ def _load(
     make = models.unfilled_model if models.weights_are_sent_here() else models.start_model
     base = make(start, attention)
     tokenizer = models.start_tokenizer(start)
-    if own.objective == {"lm": 1.0} and not own.answer_weight:
+    if not own.needs_objective:
         return base, tokenizer, None
     teacher = None
     if recipe.teacher and own.needs_teacher:

@@ -18,7 +18,8 @@ from coca_cli.train import app as train_app
 from coca_hf.errors import CocaError
 from coca_hf.train import gpu_plan
 from coca_hf.train.gpu_plan import GIB, RESERVE, Memory, Setting, measure, plan_recipe
-from coca_hf.train.model import freeze_, model_from_config
+from coca_hf.train.model import freeze_, model_from_config, start_config, teacher_from_config
+from coca_hf.train.objectives import Objective, chunk_cross_entropy_
 from coca_hf.train.recipe import load_recipe
 from tests.conftest import TINY as THREE_LAYERS
 
@@ -100,8 +101,11 @@ def real_run(recipe, checkpointing: bool) -> tuple[int, int]:
         return tensor
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        model = model_from_config(recipe).train()
-        freeze_(model, recipe.stages[0])
+        model, [stage] = model_from_config(recipe).train(), recipe.stages
+        freeze_(model, stage)
+        if stage.needs_teacher:
+            chunk_cross_entropy_(model)
+            objective = Objective(stage.objective, teacher_from_config(recipe))
         if checkpointing:
             model.gradient_checkpointing_enable()
         learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -111,7 +115,11 @@ def real_run(recipe, checkpointing: bool) -> tuple[int, int]:
             saved.clear()
             given = {"use_cache": False, "num_items_in_batch": torch.tensor(ids.numel())}
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                loss = model(input_ids=ids, labels=ids, **given).loss
+                outputs = model(input_ids=ids, labels=ids, **given)
+                loss = outputs.loss
+                if stage.needs_teacher:
+                    loss = objective(loss, outputs.logits, {"input_ids": ids}, 1)
+                del outputs
             loss.backward()
             del loss
             optimizer.step()
@@ -138,6 +146,21 @@ def test_the_peak_is_that_of_a_real_run_on_a_cpu(path, measured, number, checkpo
     if not checkpointing:
         error = (0.07, 0.01)[number]
         assert memory.at_peak["activations"] == pytest.approx(saved, rel=error)
+
+
+@pytest.mark.parametrize("words", [(), WIDE], ids=["narrow", "wide"])
+def test_a_stage_with_a_teacher_is_planned_with_it(path, measured, tmp_path, monkeypatch, words):
+    monkeypatch.setattr("coca_hf.train.objectives._CHUNK_TOKENS_OF_CPU", 1024)
+    recipe = load_recipe(path, words)
+    config = LlamaConfig(**start_config(recipe).to_dict() | {"model_type": "llama"})
+    config.save_pretrained(tmp_path / "teacher")
+    distilled = (f"teacher={tmp_path / 'teacher'}", "stages.full.objective={lm: 0.5, distill: 0.5}")
+    memory = measured(1, Setting(1, BATCH, 1, False), *words, *distilled)
+    peak, _ = real_run(alone(path, 1, *words, *distilled), False)
+    assert memory.peak == pytest.approx(peak, rel=0.015)
+    without = measured(1, Setting(1, BATCH, 1, False), *words)
+    weights = 4 * teacher_from_config(load_recipe(path, distilled + words)).num_parameters()
+    assert memory.at_peak["weights"] == without.at_peak["weights"] + weights
 
 
 def test_float32_logits_are_in_the_measure_unless_cross_entropy_is_fused(measured, monkeypatch):
