@@ -333,17 +333,14 @@ def parse_ropes(text: str) -> list[Rope]:
 def _parse_rope(text: str) -> Rope:
     if text == "default":
         return Rope("default")
-    kind, colon, number = text.partition(":")
-    try:
-        factor = float(number)
-    except ValueError:
-        factor = math.nan
-    if kind not in KINDS or not colon or not 1 <= factor < math.inf:
-        expected = f"{FORMS} (a factor of at least 1, as in dynamic:4)"
-        raise CocaError(
-            f"--rope: got {text!r}, expected {expected}, or several with commas between them"
-        )
-    return Rope(kind, factor)
+    kind, _, number = text.partition(":")
+    with suppress(ValueError):
+        if kind in KINDS and 1 <= float(number) < math.inf:
+            return Rope(kind, float(number))
+    expected = f"{FORMS} (a factor of at least 1, as in dynamic:4)"
+    raise CocaError(
+        f"--rope: got {text!r}, expected {expected}, or several with commas between them"
+    )
 
 
 def check_rope(model: PreTrainedModel, rope: Rope) -> None:

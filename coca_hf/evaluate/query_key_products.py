@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -108,11 +109,8 @@ def visiting_products(
         visit(next(layers), products)
         return rotate(q, k, cos, sin, *args, **kwargs)
 
-    modelling.apply_rotary_pos_emb = seen  # type: ignore[attr-defined]
-    try:
+    with patch.object(modelling, "apply_rotary_pos_emb", seen):
         yield
-    finally:
-        modelling.apply_rotary_pos_emb = rotate  # type: ignore[attr-defined]
 
 
 def rotary_pairs(

@@ -22,6 +22,7 @@ from functools import cache, partial
 from numbers import Real
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -355,7 +356,11 @@ def _evaluate(
     )
     if settings["benchmark"] in (RULER, "ruler_vt") and not _chains_fit(loaded.tokenizer, length):
         raise NoValue(f"{too_long}, or leave ruler_vt out")
-    with _sizing_ruler_by(loaded.tokenizer) if length else nullcontext():
+    # RULER counts the tokens of its questions with a tokenizer that lm-eval would load by the model's
+    # path, from the main branch of a model on the hub, with the code that it carries. Not patched in
+    # lm-eval's modules, which it loads several times
+    sizing = patch.object(AutoTokenizer, "from_pretrained", lambda *_, **__: loaded.tokenizer)
+    with sizing if length else nullcontext():
         tasks = manager.load([settings["benchmark"]])
     for task in tasks["tasks"].values():
         if length and not all(doc["outputs"] for doc in task.eval_docs):
@@ -389,20 +394,6 @@ def _ending_nothing(loaded: LoadedModel) -> Any:
         single=[*names, "$A"], special_tokens=[*zip(names, before, strict=True)]
     )
     return tokenizer
-
-
-@contextmanager
-def _sizing_ruler_by(tokenizer: Any) -> Iterator[None]:
-    """RULER counts the tokens of its questions with `tokenizer`. lm-eval would load one of the
-    model's path, from the main branch of a model on the hub, and run code that it carries.
-    """
-    own = vars(AutoTokenizer)["from_pretrained"]
-    # not in lm-eval's modules, which it loads several times
-    AutoTokenizer.from_pretrained = lambda *_, **__: tokenizer
-    try:
-        yield
-    finally:
-        AutoTokenizer.from_pretrained = own
 
 
 def _chains_fit(tokenizer: Any, length: int) -> bool:

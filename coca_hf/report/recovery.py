@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,9 @@ from coca_hf.page import Curve, Figure, Fold, Grid, Key, Part, Plot, Section, Te
 RECIPE, LOG = "recipe.yaml", "log.jsonl"
 MADE = "How each number was made"  # in every page: a title of its end, or of a part of it
 FEW = 3  # runs on one figure
+_STAGE = re.compile(
+    r"\d+-[\w-]+"
+)  # a stage's directory, and not a copy such as "1-k copy" beside it
 Kind = TypeVar("Kind", bound=BaseModel)
 EXPLANATION = (
     "Loss in training, and, where data.held_out_blocks are kept out of it, on blocks that it "
@@ -111,8 +115,9 @@ def read_recovery(out_dir: Path) -> Recovery | None:
     """
     if not (out_dir / RECIPE).is_file():
         return None
-    found = ((log.parent.name.split("-")[0], log.parent) for log in out_dir.glob(f"*-*/{LOG}"))
-    numbered = sorted((int(number), path) for number, path in found if number.isdecimal())
+    found = (log.parent for log in out_dir.glob(f"*-*/{LOG}"))
+    stages_of_run = (path for path in found if _STAGE.fullmatch(path.name))
+    numbered = sorted((int(path.name.split("-")[0]), path) for path in stages_of_run)
     if not numbered:
         return None
     stages, seconds = [], 0.0

@@ -37,6 +37,8 @@ PEAK_FLOPS = {
     **{"RTX 4090": 165.2e12, "RTX 3090": 71e12, "MI325X": 1307.4e12, "MI300X": 1307.4e12},
 }
 
+_ANOTHER = re.compile(r"mig|laptop|super|ti|d|\d+[abcq]")  # the last: a virtual GPU, as in A40-48Q
+
 
 def count_flops(recipe: Recipe, stage: Stage) -> int:
     """Operations per token of a stage's forward and backward, for MFU: without those of the teacher
@@ -66,8 +68,13 @@ def _count(base: PreTrainedModel, model: nn.Module, seq_len: int) -> int:
 
 
 def peak_flops(gpu: str) -> float | None:
-    """Dense bfloat16 operations a second of a GPU, by torch's name or a short one (H100), or None."""
-    return next((peak for name, peak in PEAK_FLOPS.items() if _words(name) <= _words(gpu)), None)
+    """Dense bfloat16 operations a second of a GPU, by torch's name or a short one (H100), or None: also
+    for a part of a GPU, and for a model of another kind with the same words in its name.
+    """
+    words = _words(gpu)
+    if any(_ANOTHER.fullmatch(word) for word in words):
+        return None
+    return next((peak for name, peak in PEAK_FLOPS.items() if _words(name) <= words), None)
 
 
 @contextmanager

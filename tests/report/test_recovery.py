@@ -201,6 +201,14 @@ def test_a_page_of_training_alone_replaces_its_predecessor(out, tmp_path):
         assert write_report([out], tmp_path / "page").is_file()
 
 
+def test_a_copy_of_a_stage_beside_it_is_no_stage(out, tmp_path):
+    before = read_recovery(out)
+    stage = next(path for path in sorted(out.iterdir()) if path.is_dir())
+    for name in (f"{stage.name} copy", f"{stage.name}.bak"):
+        shutil.copytree(stage, out / name)
+    assert read_recovery(out) == before
+
+
 def test_a_directory_with_a_recipe_in_which_nothing_was_trained_is_refused(tmp_path):
     (tmp_path / "recipe.yaml").write_text("model: x\n")
     expected = "expected the --out of coca-eval, or of a coca-train that has begun to train"

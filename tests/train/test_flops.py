@@ -72,5 +72,7 @@ def test_a_window_bounds_the_keys_of_its_layers(count):
 def test_a_gpu_is_known_by_its_name():
     peaks = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA L40S": 362e12}
     peaks |= {"NVIDIA A100-SXM4-80GB": 312e12, "a100": 312e12}
-    peaks |= {"NVIDIA RTX A4000": None, "cpu": None}
+    peaks |= {"NVIDIA RTX A4000": None, "cpu": None, "NVIDIA GeForce RTX 4090": 165.2e12}
+    others = ["H100 80GB HBM3 MIG 1g.10gb", "GeForce RTX 4090 Laptop GPU", "GeForce RTX 4090 D"]
+    peaks |= {f"NVIDIA {name}": None for name in (*others, "GeForce RTX 3090 Ti", "A40-48Q")}
     assert {name: peak_flops(name) for name in peaks} == peaks
