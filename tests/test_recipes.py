@@ -56,7 +56,12 @@ def load(tiny_tokenizer, tmp_path):
             tiny_tokenizer.save_pretrained(tmp_path / "tokenizer")
             return load_recipe(PATHS[name], [*settings, f"tokenizer={tmp_path / 'tokenizer'}"])
         CONFIGS[recipe.model].save_pretrained(tmp_path / "model")
-        return load_recipe(PATHS[name], [*settings, f"model={tmp_path / 'model'}"])
+        recipe = load_recipe(PATHS[name], [*settings, f"model={tmp_path / 'model'}"])
+        if recipe.teacher:
+            of_original = start_config(recipe).to_dict() | {"model_type": "llama"}
+            LlamaConfig(**of_original).save_pretrained(tmp_path / "teacher")
+            recipe = recipe.model_copy(update={"teacher": str(tmp_path / "teacher")})
+        return recipe
 
     return load
 
