@@ -136,7 +136,8 @@ def compare(
     A rival is called with the number of the set of inputs to use, in a cycle. With `graph`, on a
     GPU, a CUDA graph of all sets is replayed, so launching costs nothing. Returns by name: seconds
     (median), cpu_seconds (median, of the whole process; CPU only), runs (seconds, in order),
-    peak_bytes (what a run added to the GPU's memory, or a warm-up run to that of the process),
+    peak_bytes (what a run added to the GPU's memory, with `graph` the last warm-up run; on a CPU what
+    a warm-up run added to that of the process),
     error (memory that ran out, or null).
     """
     nothing = dict.fromkeys(("seconds", "cpu_seconds", "peak_bytes", "error"))
@@ -160,7 +161,8 @@ def compare(
                 del failure
                 clear()
                 continue
-            if peak is not None and (DEVICE == "cpu" or number >= warmup):
+            # a graph holds its memory, so that of the last run before it counts
+            if peak is not None and (DEVICE == "cpu" or number >= warmup - graph):
                 one["peak_bytes"] = max(peak, one["peak_bytes"] or 0)
             if number >= warmup:
                 one["runs"].append(seconds / (sets if name in graphs else 1))
