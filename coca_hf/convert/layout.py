@@ -95,13 +95,8 @@ class Layout:
         for shard, targets in self.shards.items():
             for target in targets:
                 dtypes = self.dtype_of(target), self.source.dtype(target.source)
-                tensors.append(
-                    (
-                        shard,
-                        (target.name, target.shape, target.source, target.source_shape),
-                        *dtypes,
-                    )
-                )
+                shapes = target.name, target.shape, target.source, target.source_shape
+                tensors.append((shard, shapes, *dtypes))
         configs = self.config.to_dict(), self.source.config
         facts = tensors, configs, self.released, RULE, self.calibrated_from, code_hashes()
         return xxhash.xxh3_128_hexdigest(json.dumps(facts, default=str).encode())

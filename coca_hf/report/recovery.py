@@ -18,9 +18,8 @@ from coca_hf.page import Curve, Figure, Fold, Grid, Key, Part, Plot, Section, Te
 RECIPE, LOG = "recipe.yaml", "log.jsonl"
 MADE = "How each number was made"  # in every page: a title of its end, or of a part of it
 FEW = 3  # runs on one figure
-_STAGE = re.compile(
-    r"\d+-[\w-]+"
-)  # a stage's directory, and not a copy such as "1-k copy" beside it
+# a stage's directory, and not a copy such as "1-k copy" beside it
+_STAGE = re.compile(r"\d+-[\w-]+")
 Kind = TypeVar("Kind", bound=BaseModel)
 EXPLANATION = (
     "Loss in training, and, where data.held_out_blocks are kept out of it, on blocks that it "

@@ -91,9 +91,9 @@ class Setting:
 class Memory:
     """Bytes on one GPU at their peak, by category.
 
-    weights: this GPU's share of the parameters, and all of the teacher's; activations: with the logits and what is
-    recomputed; other: weights gathered from other GPUs, gradients of activations, buffers of
-    communication, casts and the optimizer's temporaries.
+    weights: this GPU's share of the parameters, and all of the teacher's; activations: with the
+    logits and what is recomputed; other: weights gathered from other GPUs, gradients of
+    activations, buffers of communication, casts and the optimizer's temporaries.
     """
 
     at_peak: dict[str, int]
