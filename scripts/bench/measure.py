@@ -136,9 +136,8 @@ def compare(
     A rival is called with the number of the set of inputs to use, in a cycle. With `graph`, on a
     GPU, a CUDA graph of all sets is replayed, so launching costs nothing. Returns by name: seconds
     (median), cpu_seconds (median, of the whole process; CPU only), runs (seconds, in order),
-    peak_bytes (what a run added to the GPU's memory, with `graph` the last warm-up run; on a CPU what
-    a warm-up run added to that of the process),
-    error (memory that ran out, or null).
+    peak_bytes (what a run added to the GPU's memory, with `graph` the last warm-up run; on a CPU
+    what a warm-up run added to that of the process), error (memory that ran out, or null).
     """
     nothing = dict.fromkeys(("seconds", "cpu_seconds", "peak_bytes", "error"))
     results = {name: {**nothing, "runs": [], "cpu_runs": []} for name in rivals}
