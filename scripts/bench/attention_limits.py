@@ -60,7 +60,7 @@ BLOCK_TOKENS = 256
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("original")
     parser.add_argument("converted", nargs="+")
     parser.add_argument("--text", required=True)

@@ -43,7 +43,7 @@ BLOCK_BYTES = 512  # CUDA's allocator gives whole ones
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--dir", type=Path, default=Path("."), help="for a new folder of 6 GB")
     parser.add_argument("--smoke", action="store_true", help="the tiny shape: only whether it runs")
     parser.add_argument("--out", type=Path)

@@ -37,7 +37,7 @@ MACHINE = {  # beside what `write` says of it
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "--dir",
         type=Path,

@@ -33,7 +33,7 @@ DECODED = 9  # tokens at the end that come one by one
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--attention", nargs="+", default=list(INSTALLED))
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="bfloat16")
     parser.add_argument("--out", type=Path, help="JSON")

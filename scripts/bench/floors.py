@@ -214,7 +214,7 @@ def others() -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--results", type=Path, default=Path("docs/results/h200"))
     options = parser.parse_args()
     print(table(rows(options.results)) + "\n")

@@ -64,7 +64,7 @@ TABLE = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--layers", type=int, default=16, help="26 MB of float16 weights each")
     parser.add_argument("--layouts", choices=LAYOUTS, nargs="+", default=list(LAYOUTS))
     parser.add_argument("--dir", type=Path, default=Path("."), help="on the disk to read from")

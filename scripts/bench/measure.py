@@ -67,7 +67,7 @@ def arguments(
     warmup: int = 3,
 ) -> argparse.ArgumentParser:
     """The options of all benchmarks, and their defaults. shape: on a GPU."""
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser = argparse.ArgumentParser(description=description.split("\n\n")[0])
     default_shape = shape if DEVICE == "cuda" else "smollm2-135m"
     parser.add_argument("--shape", choices=SHAPES, default=default_shape)
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths)

@@ -31,7 +31,7 @@ SETTINGS = {  # what is trained, batch, accumulation, checkpointing
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "--smoke", action="store_true", help="the tiny shape, on any machine: only whether it runs"
     )

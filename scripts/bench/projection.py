@@ -20,7 +20,7 @@ STAGES = {"t": "t_proj alone", "qkv": "q, t and v", "all": "everything"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("results", type=Path, help="of train.py, all three stages")
     parser.add_argument(
         "--network", type=float, default=40.0, help="GB/s into and out of a GPU between machines"

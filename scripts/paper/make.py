@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 def main() -> None:
     names = sorted({path.stem for path in HERE.glob("*.yaml")} - {"models", "scales"})
     scales = read("scales")
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("name", choices=names)
     parser.add_argument("--scale", choices=scales, required=True)
     parser.add_argument("--out", type=Path, default=Path("runs/paper"))

@@ -33,7 +33,7 @@ HERE = Path(__file__).parent
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("names", nargs="*", help="all by default")
     parser.add_argument("--plan", type=Path, default=HERE / "runs.yaml")
     parser.add_argument("--out", type=Path, help="by default runs/ and the name in the plan")
