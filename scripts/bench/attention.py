@@ -1,7 +1,7 @@
 """Attention alone, from projections to output: CoCA in every implementation that this machine has,
 beside LLaMA's.
 
-    python scripts/bench/attention.py --graph --lengths 2048 8192 32768 --out docs/results/attention.json
+    python scripts/bench/attention.py --graph --lengths 2048 8192 32768 --out docs/results/h200/attention.json
     python scripts/bench/attention.py --mode forward --lengths 512 1024 2048 4096 8192 16384 32768 65536 131072
     python scripts/bench/attention.py --mode fold                                 # rotation and fold alone
 

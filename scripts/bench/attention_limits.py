@@ -1,7 +1,8 @@
 """How much of the original's attention CoCA can reproduce, and what limits it: gradient, text,
 steps or expressivity.
 
-    python scripts/bench/attention_limits.py quickstart/original CONVERTED... --text TEXT --out docs/results/limits.json
+    python scripts/bench/attention_limits.py quickstart/original CONVERTED... --text TEXT \\
+        --out docs/results/attention-limits.json
 
 CONVERTED: uncalibrated checkpoints from `coca-convert`, one for each constraint. In a few layers,
 on the hidden states that the original's layers see, the script measures the divergence of CoCA's

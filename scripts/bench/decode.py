@@ -1,8 +1,8 @@
 """Decoding: attention of one token to the cache, whole generations, and the cache's bytes, CoCA
 beside HF's LLaMA.
 
-    python scripts/bench/decode.py --lengths 8192 32768 131072 --batches 1 8 32 --out docs/results/decode.json
-    python scripts/bench/decode.py --what generate --lengths 32768 --out docs/results/generate.json
+    python scripts/bench/decode.py --lengths 8192 32768 131072 --batches 1 8 32 --out docs/results/h200/decode.json
+    python scripts/bench/decode.py --what generate --lengths 32768 --out docs/results/h200/generate.json
     python scripts/bench/decode.py --what step --lengths 512 2048 8192 32768 --threads 2   # on a CPU
     python scripts/bench/decode.py --what tune --lengths 32768                # sizes of the kernel's programs
 

@@ -1,7 +1,7 @@
 """Perplexity over long documents: tokens/s of `coca-eval perplexity` beside the arithmetic of
 YaRN's script.
 
-    python scripts/bench/evaluate.py --out docs/results/evaluate.json                 # documents and windows of 32k
+    python scripts/bench/evaluate.py --out docs/results/h200/evaluate.json            # documents and windows of 32k
     python scripts/bench/evaluate.py --model DIR --lengths 2048 --documents 2 --tokens 8192 --threads 2
 
 Both score the same windows of the same model (all tokens of a document's first window, the last

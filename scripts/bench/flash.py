@@ -1,7 +1,7 @@
 """FlashAttention 2, 3 and 4, FlexAttention and SDPA against eager attention, in half precision:
 logits and decoding.
 
-    python scripts/bench/flash.py --out docs/results/flash.json  # on a GPU, with flash-attn, flash-attn-3, flash-attn-4
+    python scripts/bench/flash.py --out docs/results/h200/flash.json  # a GPU; flash-attn, flash-attn-3, flash-attn-4
 
 It runs slack and strict on rows of different lengths, padded on the left. Packages that are not
 installed are named and left out. It prints a table, writes JSON with versions after every row, and

@@ -1,7 +1,7 @@
 """Prefill: one forward of the whole model over a prompt, with the logits of the last token, CoCA
 beside HF's LLaMA.
 
-    python scripts/bench/model.py --lengths 2048 8192 32768 --out docs/results/prefill.json
+    python scripts/bench/model.py --lengths 2048 8192 32768 --out docs/results/h200/prefill.json
     python scripts/bench/model.py --shape 350m --lengths 32768                     # peak memory; the paper: about 60 GB
     python scripts/bench/model.py --shape smollm2-135m --lengths 2048 --threads 2  # on a CPU
 

@@ -1,7 +1,7 @@
 """The peak memory that `coca-train --plan` predicts, against what coca-train measures on this
 machine's GPU.
 
-    python scripts/bench/plan.py --out docs/results/plan.json  # one GPU of 24 GB or more
+    python scripts/bench/plan.py --out docs/results/h200/plan.json  # one GPU of 32 GB or more
 
 Every setting is a recipe of one stage and two steps, from random weights. Prints a table, writes
 JSON.

@@ -1,7 +1,7 @@
 """A training step (forward, backward, AdamW) of some layers of a shape, CoCA beside HF's LLaMA with
 the same options.
 
-    python scripts/bench/train.py --out docs/results/train.json                 # layers of LLaMA-7B's shape
+    python scripts/bench/train.py --out docs/results/h200/train.json            # layers of LLaMA-7B's shape
     python scripts/bench/train.py --train t qkv all --batch 8 --checkpointing   # the stages of the paper's recipe
 
 `--train` says what is trained; LLaMA's k_proj stands for t_proj. First, CoCA's gradients with this
