@@ -54,8 +54,8 @@ def convert_command(
         typer.Option(
             "--calibrate",
             help="Fit W_Q, W_T and W_O to the original's attention on this text; the model starts far "
-            "better. Text: a .txt, .jsonl or .parquet file, a directory or glob of them, or a data "
-            "set on the hub.",
+            "better. Text: a .txt, .jsonl, .json, .parquet or .arrow file, a directory or glob of them, "
+            "or a data set on the hub.",
         ),
     ] = None,
     keep_layers: Annotated[

@@ -36,7 +36,7 @@ def write_report(
     by which a later call knows its pictures, first.
 
     Raises CocaError if a directory has no rows, a line is not a row, a name is unknown, the page
-    cannot be written, or a file of its name there is no such page.
+    cannot be written, or it would replace a file that is not of such a page.
     """
     page = read_page(runs, paper, title)
     try:
