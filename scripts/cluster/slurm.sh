@@ -5,6 +5,7 @@
 #   coca-train RECIPE --prepare --world-size 32
 # SLURM starts the processes itself, so its signal reaches each of them and it sees their exit code: 75 means that
 # coca-train was told to stop and has written a checkpoint, and the job is requeued.
+# Options of sbatch replace those below, such as --nodes=2; LAYOUT: another file than recipes/accelerate/4x8gpu.yaml.
 #SBATCH --job-name=coca
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=8

@@ -5,6 +5,8 @@
 # from the last checkpoint, RESTARTS times at most. The number of machines stays, and with it the tokens of a step.
 # SIGTERM to this script stops all processes after a checkpoint; its exit code is torchrun's, which is 1 (see
 # docs/training.md). GRACE: seconds until torchrun kills them; its own default is 30.
+# NODES, GPUS: the machines, and the GPUs of each (4, 8). PORT: of HOST (29400). JOB: torchrun's --rdzv-id (coca).
+# LAYOUT: another file than recipes/accelerate/4x8gpu.yaml.
 set -euo pipefail
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${GRACE:-600}"
 # Without it, restarted processes may read the addresses of those before them and wait for ever. It can go once torch no
