@@ -67,8 +67,8 @@ def convert_command(
                 "many, as in 6, or auto",
             ),
             help="Keep the original's attention in these layers, numbered from 0, as in 8,17,18 "
-            "(one layer: '8,'). With --calibrate, 6 keeps the six layers whose conversion changes "
-            "the predictions most, and auto as many as cause half of the change.",
+            "(one layer: '8,'). With --calibrate, 6 keeps the six layers whose conversion harms "
+            "lookups most, and auto the fewest that cause half of the harm.",
         ),
     ] = None,
     keep_window: Annotated[
