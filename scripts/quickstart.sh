@@ -51,5 +51,5 @@ cat << END
   checkpoint  $out/train/1-recover   (AutoModelForCausalLM.from_pretrained after import coca_hf)
   page        $out/report/report.html
 
-Next, your own checkpoint: coca-convert meta-llama/Llama-2-7b-hf checkpoints/llama-2-7b-coca
+Next, your own checkpoint (docs/guide.md): coca-convert ORIGINAL START --keep-layers 6 --calibrate TEXT
 END
