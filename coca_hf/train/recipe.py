@@ -18,7 +18,7 @@
 `config` overrides fields of the model's config. To train from scratch, give `tokenizer` instead of
 `model`, and a `config` with its `model_type`. A stage with `lora: {r: 16, alpha: 32}` trains
 adapters on the linear layers that it names and merges them at its end. A stage with
-`answer_weight: 1` counts the answers of synthetic lookups twice.
+`answer_weight: 1` adds the mean loss over the answers of synthetic lookups to that over all tokens.
 
 Relative paths are relative to the current directory. The paper's schedule, linear from `start_lr`
 to the learning rate over `warmup_steps` (below 1, a share of all steps) and linear to `end_lr`, is
