@@ -17,7 +17,7 @@ import errno
 import json
 import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -307,6 +307,23 @@ def check_base(stage: ResolvedStage, check_stop: Callable[[], None]) -> None:
                 f"{stage.base_directory / name}: got xxh3_128 {found or 'of no file'}, expected "
                 f"{written} as {TRAINING} beside it says; the file was damaged or replaced: restore "
                 "it, or train that stage again with another --out"
+            )
+
+
+def check_unchanged(
+    recipe: Recipe, inputs: dict[str, Any], keys: Iterable[str], check_stop: Callable[[], None]
+) -> None:
+    """Raises CocaError if the model or teacher of a recipe, by its key, is no longer that of `inputs`:
+    it may be loaded hours after the run began.
+    """
+    for key in keys:
+        if key not in inputs:  # on the hub, which keeps a commit as it is, or there is none
+            continue
+        directory = Path(getattr(recipe, key))
+        if changes := _changes(inputs[key], model_hashes(directory, check_stop)):
+            raise CocaError(
+                f"{directory}: changed since the run began: {changes}; restore it and continue with "
+                "--resume, or choose another --out"
             )
 
 

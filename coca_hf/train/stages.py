@@ -60,6 +60,7 @@ from coca_hf.train.run_directory import (
     ResolvedStage,
     check_base,
     check_same,
+    check_unchanged,
     last_checkpoint,
     model_hashes,
     reading,
@@ -176,15 +177,19 @@ def _ready(
     """Check the weights that a stage starts from, and prepare the blocks unless an earlier stage
     has. Prints what is done, and where.
 
-    Raises CocaError if this machine has other text or another teacher than the main process.
+    Raises CocaError if this machine has other text or another teacher than the main process, or if
+    a model or teacher has changed since the run began.
     """
     check_stop()
-    if PartialState().is_main_process:
+    is_main = PartialState().is_main_process
+    if is_main:
         check_base(stage, check_stop)
     if blocks is not None:
+        if is_main and stage.of_recipe.needs_teacher:
+            check_unchanged(recipe, inputs, ["teacher"], check_stop)
         return blocks
     corpus = _corpus(recipe, check_stop)
-    if not PartialState().is_main_process:
+    if not is_main:
         here: dict[str, Any] = {"sources": corpus.files, "blocks": corpus.directory.name}
         if "teacher" in inputs and PartialState().is_local_main_process:
             here["teacher"] = model_hashes(Path(str(recipe.teacher)), check_stop)
@@ -194,6 +199,9 @@ def _ready(
     else:
         announce(f"data: preparing {num_blocks:,} blocks in {corpus.directory}")
         blocks = corpus.prepare(num_blocks)
+        if is_main:  # perhaps hours later
+            check_base(stage, check_stop)
+            check_unchanged(recipe, inputs, ["model", "teacher"], check_stop)
     taken = f"; this run takes the first {num_blocks:,}" if len(blocks) > num_blocks else ""
     size = size_in_words(blocks.num_bytes)
     announce(f"data: {len(blocks):,} blocks, {size}, in {blocks.directory}{taken}")

@@ -13,10 +13,13 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from coca_hf import CocaError, convert_checkpoint
+from coca_hf.train import stages
+from coca_hf.train.data import Corpus
 from coca_hf.train.preflight import resolve_stages
 from coca_hf.train.processes import Stopped
 from coca_hf.train.recipe import Recipe, load_recipe
 from coca_hf.train.stages import _noting_a_stop, run_recipe
+from tests.conftest import flip, refused
 from tests.train.layouts import interrupted_in_step
 from tests.train.results import STAGES, assert_same_weights, changed, log_lines, record, weights
 
@@ -408,6 +411,44 @@ def test_a_teacher_that_is_not_the_original_is_announced(
     if TEACHERS[kind]:
         assert f"teacher: {teacher} {TEACHERS[kind]}" in printed
     assert printed.count("teacher: ") == (TEACHERS[kind] is not None)
+
+
+@pytest.mark.parametrize("key", ["model", "teacher"])
+def test_a_model_that_is_replaced_while_blocks_are_prepared_is_not_trained_on(
+    key, recipe_path, tiny_coca_dir, tiny_llama_dir, tmp_path, monkeypatch
+):
+    """Its hashes are taken before, and it is loaded after that."""
+    model = shutil.copytree(tiny_coca_dir, tmp_path / "model")
+    teacher = shutil.copytree(tiny_llama_dir, tmp_path / "teacher")
+    replaced, plain = tmp_path / key, Corpus.prepare
+
+    def slow(corpus, num_blocks):
+        flip(replaced / "model.safetensors")
+        return plain(corpus, num_blocks)
+
+    monkeypatch.setattr(Corpus, "prepare", slow)
+    settings = [f"model={model}", f"teacher={teacher}", "stages.k.objective=distill"]
+    settings.append(f"data.prepared={tmp_path / 'prepared'}")
+    message = rf"{replaced}: changed since the run began: model.safetensors was \w{{32}}, now"
+    refused(message, run_recipe, load_recipe(recipe_path, settings), tmp_path / "out", "k")
+    assert not (tmp_path / "out/1-k").exists()
+
+
+def test_a_teacher_that_is_replaced_before_its_stage_is_not_learned_from(
+    recipe_path, tiny_llama_dir, tmp_path, monkeypatch
+):
+    teacher, plain = shutil.copytree(tiny_llama_dir, tmp_path / "teacher"), stages._complete
+
+    def complete(*arguments):
+        plain(*arguments)
+        flip(teacher / "model.safetensors")
+
+    monkeypatch.setattr(stages, "_complete", complete)
+    settings = [f"teacher={teacher}", "stages.qkv.objective=distill"]
+    message = rf"{teacher}: changed since the run began: model.safetensors was"
+    refused(message, run_recipe, load_recipe(recipe_path, settings), tmp_path / "out")
+    assert (tmp_path / "out/1-k/training.json").exists()
+    assert not (tmp_path / "out/2-qkv").exists()
 
 
 @pytest.mark.parametrize("setting", [None, "data.seed=1", "data.seq_len=21"])
