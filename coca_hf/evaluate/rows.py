@@ -160,7 +160,7 @@ class RowStore:
     """The rows of a directory, which the first row makes. Several commands may write there.
 
     Only the main process writes. The `latest` row of a measurement counts. A row that says that
-    memory ran out does not count, so it is measured again.
+    memory ran out does not count, whatever its date, so it is measured again.
 
     Raises CocaError if the directory cannot be made or a line is not a row.
     """
@@ -199,11 +199,11 @@ class RowStore:
     def find(self, row_type: Any, settings: dict, but: tuple[str, ...] = ()) -> list[dict]:
         """The rows that have these settings in all of their identity except the fields `but`."""
         names = [name for name in fields(row_type, IDENTITY) if name not in but]
-        of_task = (row for row in self._rows if row["task"] == settings["task"])
+        of_task = (row for row in self._rows if row["task"] == settings["task"] and counts(row))
         return [
             row
             for row in latest(of_task, partial(marked, row_type, IDENTITY)).values()
-            if _counts(row) and all(row.get(name) == settings.get(name) for name in names)
+            if all(row.get(name) == settings.get(name) for name in names)
         ]
 
     def append(self, row_type: Any, row: dict, raw: Raw | None = None) -> dict:
@@ -250,7 +250,7 @@ class RowStore:
         except CocaError:  # the file was edited; what is measured must not be lost
             return []
         key = partial(marked, row_type, IDENTITY)
-        theirs = latest((row for row in there if _counts(row) and row not in self._rows), key)
+        theirs = latest((row for row in there if counts(row) and row not in self._rows), key)
         return [theirs[key(row)] for row in rows] if {*map(key, rows)} <= theirs.keys() else []
 
     def _write(self, rows: list[dict], files: dict[str, list[dict]]) -> None:
@@ -264,7 +264,8 @@ class RowStore:
         append_line(self.out_dir / ROWS, text)
 
 
-def _counts(row: dict) -> bool:
+def counts(row: dict) -> bool:
+    """Whether a row is a result: memory may not run out the next time."""
     return not str(row.get("error")).startswith("OOM")
 
 

@@ -11,7 +11,18 @@ from pydantic import TypeAdapter, ValidationError
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.measurements import MEASUREMENTS
-from coca_hf.evaluate.rows import BESIDE, ROWS, SHARED, fields, label, latest, marked, read_rows
+from coca_hf.evaluate.rows import (
+    BESIDE,
+    IDENTITY,
+    ROWS,
+    SHARED,
+    counts,
+    fields,
+    label,
+    latest,
+    marked,
+    read_rows,
+)
 from coca_hf.evaluate.tables import Table, identity
 from coca_hf.page import LOOKS
 
@@ -19,7 +30,8 @@ from coca_hf.page import LOOKS
 def read_tables(runs: Sequence[Path]) -> list[Table]:
     """The tables of the directories `runs`, in the order of `MEASUREMENTS`.
 
-    The latest row of a measurement counts. Models of one name and path whose files differ from one
+    The latest row of a measurement counts, and one that ran out of memory only if there is no other.
+    Models of one name and path whose files differ from one
     directory to the other are different models: the directory becomes part of their path. A model
     or a text of several paths, the same files or the same documents, has the first of them (a model
     the first at which no other files were measured), and its documents their names there. A row's
@@ -29,7 +41,7 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
     """
     of_runs = {run: sorted(_read(run), key=lambda row: row["date"]) for run in runs}
     _tell_apart(of_runs)
-    rows = [row for of_run in of_runs.values() for row in of_run]
+    rows = _without_answered([row for of_run in of_runs.values() for row in of_run])
     firsts = _lasting_paths(rows)
     of_text = [(field, "text_hash") for field in ("data", "document_names")]
     for row in rows:
@@ -61,6 +73,18 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
             (rows for (task_of, _), rows in tables.items() if task_of == task), 1
         )
     ]
+
+
+def _without_answered(rows: list[dict]) -> list[dict]:
+    """The rows without those that ran out of memory and were measured again, on a machine whose
+    clock may be behind.
+    """
+
+    def measurement(row: dict) -> str:
+        return marked(MEASUREMENTS[row["task"]].row, IDENTITY, row)
+
+    answered = {measurement(row) for row in rows if counts(row)}
+    return [row for row in rows if counts(row) or measurement(row) not in answered]
 
 
 def _tell_apart(of_runs: dict[Path, list[dict]]) -> None:

@@ -152,6 +152,16 @@ def test_the_page_and_a_later_run_use_the_same_row_of_a_measurement(tmp_path, da
     assert table.rows[0]["value"] == (8 if dates[0] > dates[1] else 9)
 
 
+def test_a_row_that_ran_out_of_memory_gives_way_to_a_value_of_an_earlier_date(tmp_path):
+    """As of a clock that was set back, or of another machine's."""
+    full = made.row(value=None, error="OOM: full", date="2026-01-03T00:00:00+00:00")
+    value = made.row(value=8.0, date="2026-01-01T00:00:00+00:00")
+    made.write_rows(tmp_path, full, value)
+    assert RowStore(tmp_path).find(PerplexityRow, value) == [value]
+    (table,) = read_tables([tmp_path])
+    assert [row["value"] for row in table.rows] == [8.0]
+
+
 def test_only_rows_of_its_tasks_are_told_apart_by_lm_eval(monkeypatch):
     monkeypatch.setattr(rows, "versions", lambda *names: dict.fromkeys((*names, "python"), "1.0"))
     row = {"versions": rows.versions(*rows.PACKAGES), "commit": rows.commit()}
