@@ -13,8 +13,8 @@ lm-eval: its rolling perplexity. Its windows are disjoint and begin with a token
 and the last one reads back. They equal coca-eval's windows with a stride of the length if the text
 is a multiple of the length; here it is two windows long.
 
-Everything is in float32. Lengths that OUT already has are not computed again. The exit code is 1 if
-a perplexity differs by more than 0.1%.
+Everything is in float32. Lengths that OUT already has are not computed again, and other settings are
+refused there. The exit code is 1 if a perplexity differs by more than 0.1% or is not a number.
 """
 
 import argparse
@@ -36,6 +36,7 @@ from coca_hf.evaluate.loaded_model import LoadedModel, Rope, load_model
 from coca_hf.evaluate.perplexity import perplexity_rows
 from coca_hf.evaluate.rows import RowStore, Run, command_line
 from coca_hf.evaluate.sample import Sample, draw_sample
+from coca_hf.files import replace_text
 from coca_hf.provenance import now, versions
 
 LARGEST_DIFFERENCE = 1e-3
@@ -66,6 +67,10 @@ def main() -> int:
         parser.error(
             f"{options.out} is of {found['model']}, not of {loaded.name}; choose another --out"
         )
+    asked = {name: getattr(options, name) for name in ("books", "stride", "two_windows")}
+    asked |= {"data": Path(options.data).name}
+    if found["rows"] and (made := found.get("settings", asked)) != asked:
+        parser.error(f"{options.out} was made with {made}, got {asked}; choose another --out")
     rows: list[dict] = found["rows"]
     others = ("lm-eval", "transformers")
     done = {(row["length"], other) for row in rows for other in others if other in row}
@@ -77,7 +82,8 @@ def main() -> int:
         rows.append(one | {"seconds": round(time.perf_counter() - began)})
         print(json.dumps(rows[-1]), flush=True)
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result(rows, loaded, row), indent=1) + "\n")
+        made = result(rows, loaded, row) | {"settings": asked}
+        replace_text(options.out, json.dumps(made, indent=1) + "\n")
 
     def lengths_left(text: str, against: str) -> list[int]:
         return [length for length in map(int, text.split(",")) if (length, against) not in done]
@@ -106,7 +112,8 @@ def main() -> int:
             losses = losses or [plain_losses(model, some) for some in ids]
             value = math.exp(torch.stack([some[:length] for some in losses]).double().mean())
         add(length, stride, measure(loaded, sample, length, stride), "transformers", value, began)
-    return int(max(abs(row["difference"]) for row in rows) > LARGEST_DIFFERENCE)
+    # NaN is not at most anything
+    return int(not all(abs(row["difference"]) <= LARGEST_DIFFERENCE for row in rows))
 
 
 def measure(loaded: LoadedModel, sample: Sample, length: int, stride: int) -> dict:
