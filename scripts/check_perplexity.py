@@ -13,8 +13,8 @@ lm-eval: its rolling perplexity. Its windows are disjoint and begin with a token
 and the last one reads back. They equal coca-eval's windows with a stride of the length if the text
 is a multiple of the length; here it is two windows long.
 
-Everything is in float32. Lengths that OUT already has are not computed again, and other settings are
-refused there. The exit code is 1 if a perplexity differs by more than 0.1% or is not a number.
+Everything is in float32. Lengths that OUT already has are not computed again, and other settings
+are refused there. The exit code is 1 if a perplexity differs by more than 0.1% or is not a number.
 """
 
 import argparse

@@ -30,7 +30,7 @@ from coca_hf.page import LOOKS
 def read_tables(runs: Sequence[Path]) -> list[Table]:
     """The tables of the directories `runs`, in the order of `MEASUREMENTS`.
 
-    The latest row of a measurement counts, and one that ran out of memory only if there is no other.
+    The latest row of a measurement counts; one that ran out of memory only if there is no other.
     Models of one name and path whose files differ from one
     directory to the other are different models: the directory becomes part of their path. A model
     or a text of several paths, the same files or the same documents, has the first of them (a model

@@ -313,8 +313,8 @@ def check_base(stage: ResolvedStage, check_stop: Callable[[], None]) -> None:
 def check_unchanged(
     recipe: Recipe, inputs: dict[str, Any], keys: Iterable[str], check_stop: Callable[[], None]
 ) -> None:
-    """Raises CocaError if the model or teacher of a recipe, by its key, is no longer that of `inputs`:
-    it may be loaded hours after the run began.
+    """Raises CocaError if the model or teacher of a recipe, by its key, is no longer that of
+    `inputs`: it may be loaded hours after the run began.
     """
     for key in keys:
         if key not in inputs:  # on the hub, which keeps a commit as it is, or there is none
@@ -322,8 +322,8 @@ def check_unchanged(
         directory = Path(getattr(recipe, key))
         if changes := _changes(inputs[key], model_hashes(directory, check_stop)):
             raise CocaError(
-                f"{directory}: changed since the run began: {changes}; restore it and continue with "
-                "--resume, or choose another --out"
+                f"{directory}: changed since the run began: {changes}; restore it and continue "
+                "with --resume, or choose another --out"
             )
 
 
