@@ -143,13 +143,15 @@ def test_a_window_that_was_measured_is_not_measured_again(tiny_coca_dir, tmp_pat
     (tmp_path / "coca-eval").write_text("#!/bin/sh\n")
     (tmp_path / "coca-eval").chmod(0o755)
     path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    copy, found = tmp_path / "out/windows/tiny-coca-16", set()
+    copy, found, link = tmp_path / "out/windows/link-16", set(), tmp_path / "link"
+    link.symlink_to(tiny_coca_dir)
     for _ in range(2):
-        output_of(SCRIPTS / "beyond.sh", tmp_path / "out", tiny_coca_dir, "tiny", 16, PATH=path)
+        output_of(SCRIPTS / "beyond.sh", tmp_path / "out", link, "tiny", 16, PATH=path)
         found.add(fingerprint(str(copy), None, False))
     assert len(found) == 1
     assert found != {fingerprint(str(tiny_coca_dir), None, False)}
     assert json.loads((copy / "config.json").read_text())["coca_kept_window"] == 16
+    assert json.loads((tiny_coca_dir / "config.json").read_text())["coca_kept_window"] is None
 
 
 def test_text_to_measure_with_has_no_package_and_a_checkout_may_be_below_tests(

@@ -8,7 +8,7 @@ out=$1 model=$2 name=$3 window=${4-}
 ropes=default,dynamic:2,yarn:2
 if [ -n "$window" ]; then
     copy=$out/windows/$(basename "$model")-$window
-    mkdir -p "$out/windows" && rm -rf "$copy" && cp -rp "$model" "$copy"
+    mkdir -p "$out/windows" && rm -rf "$copy" && cp -rpL "$model" "$copy"  # no link to MODEL
     python -c 'import json, sys
 path, window = sys.argv[1:]
 config = json.load(open(path)) | {"coca_kept_window": int(window)}
