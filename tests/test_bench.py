@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from coca_hf import convert_checkpoint
+from tests.train.results import no_file_above
 
 BENCH = Path(__file__).parents[1] / "scripts" / "bench"
 SMOKE = [
@@ -291,6 +292,15 @@ def test_what_was_measured_before_a_run_ends_is_kept(tmp_path, bench, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         bench("model --shape tiny --lengths 48 56 --repeats 1 --out", out)
     assert {row["length"] for row in json.loads(out.read_text())["rows"]} == {48}
+
+
+def test_a_result_that_is_cut_short_leaves_the_one_before(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(BENCH)
+    measure, out = importlib.import_module("measure"), tmp_path / "out.json"
+    measure.write({"rows": [7]}, out)
+    with no_file_above(64), pytest.raises(OSError, match="File too large"):
+        measure.write({"rows": [8, 9]}, out)
+    assert json.loads(out.read_text())["rows"] == [7]
 
 
 def test_the_plot_is_of_ratios_to_llama(tmp_path, bench):

@@ -24,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from coca_hf import CocaLlamaConfig, CocaLlamaForCausalLM
 from coca_hf.evaluate.batches import is_out_of_memory
 from coca_hf.evaluate.speed import resident_bytes, timed_on_gpu
+from coca_hf.files import replace_text
 from coca_hf.models import attention
 from coca_hf.provenance import now, versions
 
@@ -241,7 +242,7 @@ def write(result: dict, out: Path | None) -> None:
         "date": now(),
     }
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    replace_text(out, json.dumps(result, indent=1) + "\n")  # a kill leaves the one before
 
 
 def _command() -> str:
