@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from torch import Tensor
 
 from coca_hf.errors import one_line
 from coca_hf.evaluate.loaded_model import processes
@@ -24,6 +25,16 @@ AUTO_TOKENS_ON_CPU = 1024  # of a batch
 
 class NoValue(Exception):
     """Why a row has no value."""
+
+
+def check_logits(logits: Tensor) -> None:
+    """Raise NoValue for NaN, and for infinity, of which a softmax makes NaN: a token would be
+    chosen, or a score compared, all the same. Minus infinity only rules a token out.
+    """
+    largest = logits.max().item()  # NaN if there is one
+    if not largest < math.inf:
+        kind = "NaN" if math.isnan(largest) else "infinite"
+        raise NoValue(f"the model's logits are {kind}")
 
 
 def auto_batch_size(tokens: int) -> int:

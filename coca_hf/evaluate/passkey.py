@@ -44,7 +44,7 @@ from coca_hf.evaluate.answers import (
     score_answers,
     share_correct,
 )
-from coca_hf.evaluate.batches import Batches, NoValue
+from coca_hf.evaluate.batches import Batches, check_logits
 from coca_hf.evaluate.loaded_model import LoadedModel, Rope, use_rope_
 from coca_hf.evaluate.perplexity import check_loss
 from coca_hf.evaluate.rows import (
@@ -212,7 +212,7 @@ def answers(
     """At most `new_tokens` greedily decoded tokens for every case.
 
     Batches are padded on the left and masked, so answers do not depend on their size. Raises
-    NoValue as `Batches.compute` does, and if a logit is NaN.
+    NoValue as `Batches.compute` does, and if a logit is NaN or infinite.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     eos = model.generation_config.eos_token_id
@@ -230,7 +230,7 @@ def answers(
             attention_mask=torch.tensor(mask).to(model.device),
             max_new_tokens=new_tokens,
             do_sample=False,
-            logits_processor=[_NoNan()],
+            logits_processor=[_Finite()],
         )
         return output[:, longest:].tolist()
 
@@ -238,10 +238,9 @@ def answers(
     return batches.compute([(cases, longest + new_tokens)], compute)
 
 
-class _NoNan(LogitsProcessor):
+class _Finite(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if scores.isnan().any():
-            raise NoValue("the model's logits are NaN")
+        check_logits(scores)
         return scores
 
 

@@ -30,7 +30,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from coca_hf.errors import CocaError, library_errors, nearest, one_line
-from coca_hf.evaluate.batches import Batches, NoValue
+from coca_hf.evaluate.batches import Batches, NoValue, check_logits
 from coca_hf.evaluate.loaded_model import (
     LoadedModel,
     Rope,
@@ -282,20 +282,19 @@ def _texts_in(tree: Any) -> Iterator[str]:
 
 @contextmanager
 def _checking(loaded: LoadedModel, benchmark: str) -> Iterator[None]:
-    """In every forward inside, raise NoValue for a NaN among its logits, which lm-eval would count
-    as an answer, and CocaError for token ids without an embedding.
+    """In every forward inside, raise NoValue for logits that are no numbers, which lm-eval would
+    count as an answer, and CocaError for token ids without an embedding.
     """
 
-    def check_logits(_: Any, __: Any, output: Any) -> None:
-        if output.logits.isnan().any():
-            raise NoValue("the model's logits are NaN")
+    def check_output(_: Any, __: Any, output: Any) -> None:
+        check_logits(output.logits)
 
     def check_ids(_: Any, given: Any) -> None:
         check_vocabulary(loaded, given[0], f"--tasks {benchmark}")
 
     embeddings = loaded.model.get_input_embeddings()
     with (
-        loaded.model.register_forward_hook(check_logits),
+        loaded.model.register_forward_hook(check_output),
         embeddings.register_forward_pre_hook(check_ids),
     ):
         yield

@@ -128,6 +128,18 @@ def test_a_length_too_short_for_the_prompt_is_refused_with_the_shortest_that_doe
     passkey_rows(run_of(llama, tmp_path, SHORTEST), 3)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_infinite_logit_is_an_error_of_the_row_and_minus_infinity_rules_a_token_out(
+    llama, tmp_path, sign
+):
+    llama.model.lm_head.register_forward_hook(
+        lambda *given: given[-1].index_fill(-1, torch.tensor(7), sign * torch.inf)
+    )
+    row = measure(llama, tmp_path, num_cases=2, new_tokens=3)
+    expected = (None, "the model's logits are infinite") if sign > 0 else (0.0, None)
+    assert (row["value"], row["error"]) == expected
+
+
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 def test_scored_keys_that_are_no_numbers_are_an_error_of_the_row(llama, tmp_path, number):
     nn.init.constant_(llama.model.lm_head.weight, number)

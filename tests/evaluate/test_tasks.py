@@ -228,6 +228,14 @@ def test_a_model_that_gives_nan_has_no_score(coca, task_dir, tmp_path, name):
     assert (row["value"], row["error"]) == (None, "the model's logits are NaN")
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_that_gives_infinity_has_no_score(coca, task_dir, tmp_path, name):
+    with torch.no_grad():
+        coca.model.lm_head.weight[7, 0] = torch.inf
+    (row,) = measured(coca, [name], tmp_path, task_dir)
+    assert (row["value"], row["error"]) == (None, "the model's logits are infinite")
+
+
 def test_a_tokenizer_of_another_model_is_refused(coca, task_dir, tmp_path):
     coca.model.resize_token_embeddings(20)
     said = r"--tasks coca_answer: got token id \d+ from .* vocabulary of 20; the tokenizer"
