@@ -31,11 +31,11 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
     """The tables of the directories `runs`, in the order of `MEASUREMENTS`.
 
     The latest row of a measurement counts; one that ran out of memory only if there is no other.
-    Models of one name and path whose files differ from one
-    directory to the other are different models: the directory becomes part of their path. A model
-    or a text of several paths, the same files or the same documents, has the first of them (a model
-    the first at which no other files were measured), and its documents their names there. A row's
-    `raw` becomes paths, whose files may be absent.
+    Models of one name and path whose files differ from one directory to the other are different
+    models: the directory becomes part of their path. A model or a text of several paths, the same
+    files or the same documents, has the first of them (a model the first at which no other files
+    were measured), and its documents their names there. A row's `raw` becomes paths, whose files
+    may be absent.
 
     Raises CocaError if a directory has no rows, or a line is not a row.
     """
