@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from .attention import CACHE, cache_of
@@ -154,3 +155,6 @@ class AlibiLlamaForCausalLM(AlibiLlamaPreTrainedModel, LlamaForCausalLM):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["alibi_llama"] = "AlibiLlamaForCausalLM"  # see `classifiers`

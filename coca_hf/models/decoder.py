@@ -33,6 +33,7 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
@@ -615,6 +616,8 @@ def classifiers(base: type[CocaPreTrainedModel], model: type[CocaModel]) -> tupl
     """
     config, family = model.config_class, model.__name__.removesuffix("Model")
     AutoModel.register(config, model)
+    # register does not: Trainer's label smoothing does not shift the labels of other models
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type] = f"{family}ForCausalLM"
     made = []
     for auto, head in (
         (AutoModelForSequenceClassification, GenericForSequenceClassification),

@@ -75,7 +75,7 @@ NOT_SET = {
     "results lie in OUT/<number>-<name>; give OUT with --out": "output_dir",
     "all machines see OUT, which the main process writes": "save_on_each_node",
     "give max_steps, the length of a stage": "num_train_epochs",
-    "transformers does not shift the labels of models that it does not know": (
+    "losses are compared across stages and runs, as plain cross-entropies": (
         "label_smoothing_factor"
     ),
     "a loss that is not a number stops the run": "logging_nan_inf_filter",

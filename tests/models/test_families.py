@@ -9,7 +9,14 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaForCausalLM,
+    StaticCache,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
 
 import coca_hf
@@ -21,6 +28,7 @@ from tests.models.families import (
     EVERY_CASE,
     EVERY_CASE_UNDER_ONE_CONSTRAINT,
     MENDED_CACHES,
+    ONE_CASE_EACH,
     WINDOW,
     carry_t_,
     coca_model,
@@ -227,6 +235,18 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, plain[name])
     assert plain["model.layers.0.self_attn.t_proj.weight"].abs().max() > 0
+
+
+@pytest.mark.parametrize("case", ONE_CASE_EACH.values())
+def test_trainer_shifts_the_labels_that_it_smooths(case, tmp_path):
+    model, ids = coca_model(case), tokens()
+    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, report_to="none")
+    model.to(arguments.device)
+    ids = ids.to(arguments.device)
+    loss = Trainer(model, arguments).compute_loss(model, {"input_ids": ids, "labels": ids.clone()})
+    logits = model(ids).logits[:, :-1].flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(loss, expected)
 
 
 ROPE = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
