@@ -54,31 +54,35 @@ def coca_attention_forward(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
+    dropout: float = 0.0,
     past_key_values=None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """Attention in transformers' interface. key: (b, g, n, d), or t, (b, g, n, j), as half-width
-    caches return it.
+    caches return it. With dropout, everything is `sdpa`.
     """
+    is_token = not dropout and _is_token(query, attention_mask)
     if key.shape[-1] < query.shape[-1]:
         decode = DECODERS.get(query.device.type)
-        if decode is not None and _can_decode(query, attention_mask):
+        if decode is not None and is_token and _can_decode(query, attention_mask):
             angles = past_key_values.angles_of(key, module.content)
             strict = module.config.coca_constraint == "strict"
             output = decode(query, key, value, *angles, attention_mask, scaling, strict)
             return output.transpose(1, 2), None  # (b, 1, h, d)
         key = past_key_values.keys_of(key, module.content)
-    if _is_token(query, attention_mask):
+    if is_token:
         return _attend_together(query, key, value, attention_mask, scaling), None
     return sdpa_attention_forward(
-        module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
 
 
 def _can_decode(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether the kernel supports it: one new token, a 16-bit dtype, and a boolean mask or none."""
+    """Whether the kernel supports it, if it is one new token: a 16-bit dtype, and a boolean mask or
+    none.
+    """
     narrow = query.dtype in (torch.float16, torch.bfloat16)
-    return _is_token(query, mask) and narrow and (mask is None or mask.dtype == torch.bool)
+    return narrow and (mask is None or mask.dtype == torch.bool)
 
 
 def _is_token(query: Tensor, mask: Tensor | None) -> bool:

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from coca_hf import kernels
-from coca_hf.models.attention import FOLDS
+from coca_hf.models.attention import CACHE, FOLDS
 from coca_hf.models.decoder import CocaPreTrainedModel
 from tests.conftest import output_of
 from tests.models.families import tiny_model, tokens
@@ -20,6 +20,18 @@ def test_the_attention_coca_trains_as_sdpa_does():
         model(ids, labels=ids).loss.backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert torch.equal(*gradients)
+
+
+def test_the_attention_coca_has_the_dropout_of_sdpa_for_a_new_token():
+    """Such as of `generate` with a model in training mode."""
+    logits, ids = [], tokens()
+    for attention in ("sdpa", "coca"):
+        model = tiny_model(attn_implementation=attention, attention_dropout=0.5).train()
+        torch.manual_seed(8)
+        with torch.no_grad():
+            cache = model(ids[:, :-1], use_cache=True)[CACHE]
+            logits.append(model(ids[:, -1:], **{CACHE: cache}).logits)
+    assert torch.equal(*logits)
 
 
 def loaded(folder, attention):
