@@ -62,15 +62,13 @@ def main() -> int:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     texts = {document.name: document.text for document in read_documents(options.data)}
-    found = json.loads(options.out.read_text()) if options.out.exists() else {"rows": []}
-    if found["rows"] and found["model"] != loaded.name:
-        parser.error(
-            f"{options.out} is of {found['model']}, not of {loaded.name}; choose another --out"
-        )
-    asked = {name: getattr(options, name) for name in ("books", "stride", "two_windows")}
-    asked |= {"data": Path(options.data).name}
-    if found["rows"] and (made := found.get("settings", asked)) != asked:
-        parser.error(f"{options.out} was made with {made}, got {asked}; choose another --out")
+    settings = {"model": loaded.name, "data": Path(options.data).name}
+    settings |= {name: getattr(options, name) for name in ("books", "stride", "two_windows")}
+    found = settings | {"rows": []}
+    if options.out.exists():
+        found = json.loads(options.out.read_text())
+    if (made := {name: found.get(name) for name in settings}) != settings:
+        parser.error(f"{options.out} was made with {made}, got {settings}; choose another --out")
     rows: list[dict] = found["rows"]
     others = ("lm-eval", "transformers")
     done = {(row["length"], other) for row in rows for other in others if other in row}
@@ -82,8 +80,7 @@ def main() -> int:
         rows.append(one | {"seconds": round(time.perf_counter() - began)})
         print(json.dumps(rows[-1]), flush=True)
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        made = result(rows, loaded, row) | {"settings": asked}
-        replace_text(options.out, json.dumps(made, indent=1) + "\n")
+        replace_text(options.out, json.dumps(result(rows, settings, row), indent=1) + "\n")
 
     def lengths_left(text: str, against: str) -> list[int]:
         return [length for length in map(int, text.split(",")) if (length, against) not in done]
@@ -160,10 +157,10 @@ def rolling_perplexity(model: HFLM, sample: Sample) -> float:
     return math.exp(-total / sum(map(len, sample.token_ids)))
 
 
-def result(rows: list[dict], loaded: LoadedModel, row: dict) -> dict:
+def result(rows: list[dict], settings: dict, row: dict) -> dict:
     return {
         "task": "perplexity-check",
-        "model": loaded.name,
+        **settings,
         "document_names": row["document_names"],
         "seed": row["seed"],
         "dtype": row["dtype"],

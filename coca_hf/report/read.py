@@ -13,7 +13,6 @@ from coca_hf.errors import CocaError
 from coca_hf.evaluate.measurements import MEASUREMENTS
 from coca_hf.evaluate.rows import (
     BESIDE,
-    IDENTITY,
     ROWS,
     SHARED,
     counts,
@@ -41,14 +40,14 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
     """
     of_runs = {run: sorted(_read(run), key=lambda row: row["date"]) for run in runs}
     _tell_apart(of_runs)
-    rows = _without_answered([row for of_run in of_runs.values() for row in of_run])
+    rows = [row for of_run in of_runs.values() for row in of_run]
     firsts = _lasting_paths(rows)
     of_text = [(field, "text_hash") for field in ("data", "document_names")]
     for row in rows:
         for field, *same in (("model_path", "model", "fingerprint"), *of_text):
             if row.get(same[-1]):
                 row[field] = firsts.setdefault((field, *map(row.get, same)), row[field])
-    found = latest(rows, _measured)
+    found = latest(rows, _measured) | latest(filter(counts, rows), _measured)
     # A failed benchmark has a row without a metric; once it succeeds, it has a row for each
     answered = {
         _measured(row | {"metric": None, "filter": None}): row["date"]
@@ -73,18 +72,6 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
             (rows for (task_of, _), rows in tables.items() if task_of == task), 1
         )
     ]
-
-
-def _without_answered(rows: list[dict]) -> list[dict]:
-    """The rows without those that ran out of memory and were measured again, on a machine whose
-    clock may be behind.
-    """
-
-    def measurement(row: dict) -> str:
-        return marked(MEASUREMENTS[row["task"]].row, IDENTITY, row)
-
-    answered = {measurement(row) for row in rows if counts(row)}
-    return [row for row in rows if counts(row) or measurement(row) not in answered]
 
 
 def _tell_apart(of_runs: dict[Path, list[dict]]) -> None:
