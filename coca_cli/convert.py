@@ -318,10 +318,13 @@ def _print_conversion(record: dict, dst: str) -> None:
     if calibration := record.get("calibration"):
         words = perplexity_in_words(calibration, record)
         _line("calibrated", f"{words}; {calibration['seconds']:,.0f} s")
+        # recover.yaml's epsilon is for models of SmolLM2-135M's size
+        of_that_size = 1e8 < record["parameters"]["after"] < 2e8
         console.print(
             "Retrieval comes back with training. Next: coca-train recipes/recover.yaml "
             f"model={shlex.quote(dst)} teacher=ORIGINAL data.sources.0.path=TEXT "
             f"data.skip_positions={calibration['reach']}"
+            + ("" if of_that_size else " training.adam_epsilon=1e-8")
         )
     elif needs_training(record):
         console.print(

@@ -1,12 +1,14 @@
-"""Make a tokenizer of bytes, for models small enough for a CPU: byte_tokenizer.py OUT"""
+"""Make a tokenizer of bytes, for models small enough for a CPU."""
 
-import sys
+import argparse
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-out = Path(sys.argv[1])
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("out", metavar="OUT", type=Path)
+out = parser.parse_args().out
 if not out.exists():
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: number for number, token in enumerate(["<s>", "</s>", *alphabet])}

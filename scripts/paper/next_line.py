@@ -1,9 +1,10 @@
-"""Make cases of four lines of a play and four candidates for the next: next_line.py PLAYS OUT.jsonl
+"""Make cases of four lines of a play and four candidates for the next.
 
 They are for `tasks/next_line.yaml`, because lm-eval's benchmarks are on the hub, and a model that
 has trained on Shakespeare for minutes cannot answer them.
 """
 
+import argparse
 import json
 import random
 import sys
@@ -11,7 +12,11 @@ from pathlib import Path
 
 from coca_hf.files import replace_text
 
-plays, out = Path(sys.argv[1]), Path(sys.argv[2])
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+parser.add_argument("plays", metavar="PLAYS", type=Path, help="a directory of .txt files")
+parser.add_argument("out", metavar="OUT.jsonl", type=Path)
+args = parser.parse_args()
+plays, out = args.plays, args.out
 if not out.exists():
     rng, cases = random.Random(0), []
     for play in sorted(plays.glob("*.txt")):

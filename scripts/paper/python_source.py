@@ -1,15 +1,15 @@
-"""Write this machine's Python sources as JSON lines, for the paper's quarter of code:
-python_source.py OUT.jsonl
-"""
+"""Write this machine's Python sources as JSON lines, for the paper's quarter of code."""
 
+import argparse
 import json
-import sys
 import sysconfig
 from pathlib import Path
 
 from coca_hf.files import replace_text
 
-out = Path(sys.argv[1])
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("out", metavar="OUT.jsonl", type=Path)
+out = parser.parse_args().out
 if not out.exists():
     roots = dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib"))
     files = sorted({file for root in roots for file in root.rglob("*.py")})

@@ -16,10 +16,10 @@ What it finds depends on what is installed: here Debian's development packages, 
 `scripts/setup.sh all,dev,gguf`. The plays are the quickstart's text.
 """
 
+import argparse
 import gzip
 import json
 import random
-import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -56,7 +56,13 @@ SHORTEST = 20_000  # characters of a text to measure with
 
 
 def main() -> None:
-    books, finished = Path(sys.argv[1]), Path(sys.argv[2])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("books", metavar="BOOKS.parquet", type=Path)
+    parser.add_argument("out", metavar="OUT", type=Path)
+    args = parser.parse_args()
+    books, finished = args.books, args.out
     if finished.exists():
         return
     out = finished.with_name(f"{finished.name}.incomplete")

@@ -1,16 +1,19 @@
-"""Print the tables of docs/results/recovery/README.md from what run.py measured: table.py [OUT].
+"""Print the tables of docs/results/recovery/README.md from what run.py measured.
 
 If a run has several seeds, a number is their mean, with the smallest and the largest in brackets.
 The second table has the divergence of attention maps, by what the original's heads attend to with
 more than half of their mass.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
 from coca_hf.report.read import read_tables
 
-out = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/recovery")
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+parser.add_argument("out", nargs="?", type=Path, default=Path("runs/recovery"))
+out = parser.parse_args().out
 measured: dict[str, dict[str, dict[str, float]]] = {}  # numbers by run, column and seed
 columns: list[str] = []
 by_kind: dict[str, dict[str, list[float]]] = {}  # divergences by run and kind of head

@@ -1,10 +1,10 @@
-"""Write text to calibrate on, three quarters books and one quarter Python: text.py BOOKS.parquet
-CODE.jsonl OUT.jsonl
+"""Write text to calibrate on, three quarters books and one quarter Python.
 
 It takes a passage from the middle of every book, and after every third book one from a source file,
 so the first few documents contain both.
 """
 
+import argparse
 import itertools
 import json
 import sys
@@ -16,7 +16,12 @@ from coca_hf.files import replace_text
 PASSAGE = 16_000  # characters, about 4,000 tokens
 BOOKS = 150
 
-books, code, out = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+parser.add_argument("books", metavar="BOOKS.parquet")
+parser.add_argument("code", metavar="CODE.jsonl")
+parser.add_argument("out", metavar="OUT.jsonl", type=Path)
+args = parser.parse_args()
+books, code, out = args.books, args.code, args.out
 
 
 def middle(text: str) -> str:

@@ -212,8 +212,10 @@ def test_the_command_keeps_the_layers_whose_calibrated_conversion_harms_most(
     record = record_of(tmp_path / "dst")
     advice = printed.partition("Retrieval comes back with training")[2]
     assert "model=" in advice
-    # recover.yaml has 8,192, which is refused for a model of fewer positions
-    assert f"data.skip_positions={record['calibration']['reach']}\n" in advice
+    # recover.yaml has 8,192, which is refused for a model of fewer positions, and an epsilon for 135M
+    # parameters
+    reach = record["calibration"]["reach"]
+    assert f"data.skip_positions={reach} training.adam_epsilon=1e-8\n" in advice
     harms = record["calibration"]["layer_harm"]
     assert len(harms) == 3
     kept = most_harmful(harms, range(3), None)
