@@ -156,5 +156,12 @@ class AlibiLlamaForCausalLM(AlibiLlamaPreTrainedModel, LlamaForCausalLM):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    def init_continuous_batching(self, *args, **kwargs):
+        """Raises ValueError: the bias follows places in a row, which many sequences share here."""
+        raise ValueError(
+            "config.model_type: got 'alibi_llama', whose bias continuous batching does not take; use "
+            "generate"
+        )
+
 
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["alibi_llama"] = "AlibiLlamaForCausalLM"  # see `classifiers`

@@ -11,6 +11,7 @@ import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import field
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -25,6 +26,7 @@ from transformers import (
 )
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import (
     GenericForSequenceClassification,
@@ -369,8 +371,9 @@ class CocaModel(CocaPreTrainedModel):
         If `position_ids` is absent, it is counted from a 2-d `attention_mask`, because the slack
         score depends on absolute positions, which padding must not move.
 
-        Raises ValueError for another `rope_length` than that of the cache, or if it has none
-        (`planned_length`), and TypeError for a cache of another name (`cache_of`).
+        Raises ValueError for a cache of a model with other keys, for another `rope_length` than that
+        of the cache, or if it has none (`planned_length`), and TypeError for a cache of another name
+        (`cache_of`).
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(
@@ -379,12 +382,15 @@ class CocaModel(CocaPreTrainedModel):
             )
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        cache = cache_of(kwargs, past_key_values)
+        given = cache = cache_of(kwargs, past_key_values)
+        if isinstance(given, HalfWidth):
+            given.check_keys_of(self.config)
         if use_cache and cache is None:
             cache = CocaCache(self.config)
         if cache is not None and self.rotary_emb.rope_type in LENGTH_DEPENDENT_ROPE_TYPES:
-            new_len = inputs_embeds.shape[1] if position_ids is None else None
-            rope_length = planned_length(cache, rope_length, new_len, unscaled_len(self.config))
+            rope_length = planned_length(
+                cache, rope_length, inputs_embeds.shape[1], unscaled_len(self.config), position_ids
+            )
         own_length: Tensor | int | None = rope_length
         if rope_length is not None:
             own_length = rope_length - (
@@ -394,7 +400,8 @@ class CocaModel(CocaPreTrainedModel):
             past_len = cache.get_seq_length() if cache is not None else 0
             position_ids = positions(inputs_embeds, attention_mask, past_len)
 
-        masks = self.causal_masks(inputs_embeds, attention_mask, cache, position_ids)
+        # without a cache, transformers keeps texts apart whose positions start again at 0
+        masks = self.causal_masks(inputs_embeds, attention_mask, given, position_ids)
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids, own_length)
         hidden_states = self.before_layers(inputs_embeds)
         kinds = layer_types(self.config)
@@ -464,14 +471,18 @@ def padding_on_the_left(attention_mask: Tensor | dict[str, Tensor] | None) -> Te
 
 
 def planned_length(
-    cache: Cache, asked: int | None, new_len: int | None, trained_len: int
+    cache: Cache,
+    asked: int | None,
+    new_len: int,
+    trained_len: int,
+    position_ids: Tensor | None = None,
 ) -> int | None:
     """The `rope_length` for the next tokens of `cache`, which is noted on the cache, because cached
     keys keep their angles.
 
-    asked: the caller's, if any. new_len: the number of new tokens; None if only the caller knows
-    their positions. Up to the trained length all plans have the same angles, so no plan is shorter
-    than that, and an empty cache without a plan gets it.
+    asked: the caller's, if any. new_len: the number of new tokens; position_ids: their positions, if
+    the caller gave them. Up to the trained length all plans have the same angles, so no plan is
+    shorter than that, and an empty cache without a plan gets it.
 
     Raises ValueError if the cached keys have other angles, or unknown ones.
     """
@@ -480,9 +491,11 @@ def planned_length(
     # checked first, because reading the length of a static cache would break a compiled graph
     if asked is not None and asked == noted:
         return asked
-    total_len = None if new_len is None else int(cache.get_seq_length()) + new_len
+    total_len = int(cache.get_seq_length()) + new_len
+    if position_ids is not None and not torch.compiler.is_compiling():
+        total_len = max(total_len, int(position_ids.max()) + 1)
     if not cache.get_seq_length():
-        unplanned = trained_len if total_len is not None and total_len <= trained_len else None
+        unplanned = trained_len if total_len <= trained_len else None
         cache.rope_length = unplanned if asked is None else asked
         return cache.rope_length
     if noted is None:
@@ -492,7 +505,7 @@ def planned_length(
             "rope_length=(tokens in all) from the first call on"
         )
     wanted = asked if asked is not None else total_len
-    if wanted is not None and (asked is not None or wanted > noted):
+    if asked is not None or wanted > noted:
         raise ValueError(
             f"{CACHE}: got {wanted} tokens in all, but the rotary angles were planned for "
             f"{noted}; start again without the old cache, with rope_length={wanted}"
@@ -519,16 +532,21 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
         self.post_init()
 
     def init_continuous_batching(self, *args, **kwargs):
-        """As transformers', by `sdpa` if the attention is `coca`, of which transformers knows nothing.
+        """As transformers', by `sdpa` if the attention is `coca`, of which transformers knows nothing,
+        until the batches end.
 
         Raises ValueError for a RoPE type whose angles depend on each sequence's length.
         """
         rope_type = self.config.rope_parameters["rope_type"]
         if rope_type in LENGTH_DEPENDENT_ROPE_TYPES:
             raise ValueError(one_row_error("continuous batching", rope_type))
-        if self.config._attn_implementation == "coca":
+        is_coca = self.config._attn_implementation == "coca"
+        if is_coca:
             self.set_attn_implementation("sdpa")
-        return super().init_continuous_batching(*args, **kwargs)
+        manager = super().init_continuous_batching(*args, **kwargs)
+        if is_coca:
+            manager._original_attn_impl = "coca"  # what its stop() sets
+        return manager
 
     def prepare_inputs_for_generation(
         self,
@@ -558,12 +576,21 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
 
         Cached keys keep the angles they were computed with, so all keys have those of
         `rope_length`, the planned total length: the one passed to `generate`, that of the cache
-        passed to it, or prompt and new tokens. Raises ValueError if more tokens are asked for than
-        were planned, for a cache without a plan, and for one of a model with other keys.
+        passed to it, or prompt and new tokens. Each draft of an assistant is one generation, whose
+        plan has room for as many tokens again; one that needs more starts again.
+
+        Raises ValueError if more tokens are asked for than were planned, and for a cache without a
+        plan.
         """
-        given = model_kwargs.get(CACHE)
-        if isinstance(given, HalfWidth):
-            given.check_keys_of(self.config)
+        given, total_len = model_kwargs.get(CACHE), max_cache_length + 1  # inputs_embeds included
+        by_length = self.config.rope_parameters["rope_type"] in LENGTH_DEPENDENT_ROPE_TYPES
+        is_draft = generation_config.is_assistant and model_kwargs.get("rope_length") is None
+        if by_length and is_draft:
+            room = getattr(given, "rope_length", None) or 0
+            if total_len > room:
+                given = model_kwargs[CACHE] = None
+                room = 2 * total_len
+            model_kwargs["rope_length"] = room
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
@@ -577,9 +604,8 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
             cache = model_kwargs[CACHE] = CocaStaticCache(
                 self.config, cache.layers[0].max_cache_len
             )
-        if self.config.rope_parameters["rope_type"] not in LENGTH_DEPENDENT_ROPE_TYPES:
+        if not by_length:
             return
-        total_len = max_cache_length + 1  # not max_length, which leaves out inputs_embeds
         planned, trained_len = model_kwargs.get("rope_length"), unscaled_len(self.config)
         if cache is not None and cache.get_seq_length():
             new_len = total_len - int(cache.get_seq_length())
@@ -592,6 +618,15 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
             )
         if cache is not None:
             cache.rope_length = planned
+
+    def _get_logits_processor(self, *args, model_kwargs=None, **kwargs):
+        """As transformers', but with the plan of `model_kwargs` for what guidance computes beside it."""
+        processors = super()._get_logits_processor(*args, model_kwargs=model_kwargs, **kwargs)
+        if rope_length := (model_kwargs or {}).get("rope_length"):
+            for processor in processors:
+                if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+                    processor.model = partial(self.__call__, rope_length=rope_length)
+        return processors
 
     def _get_candidate_generator(self, *args, model_kwargs, assistant_model=None, **kwargs):
         """As transformers', which passes the arguments of `generate` on to the assistant, but

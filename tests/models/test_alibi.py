@@ -72,6 +72,11 @@ def test_cache_padding_and_static_cache_give_the_tokens_of_no_cache(backend):
     assert len(expected[:, 11:].unique()) > 3
 
 
+def test_continuous_batching_is_refused():
+    with pytest.raises(ValueError, match="got 'alibi_llama', whose bias continuous batching"):
+        alibi_model().generate_batch([[1, 2, 3]])
+
+
 def test_nothing_but_the_bias_knows_positions():
     model, ids = alibi_model().double(), tokens(1)
     shifted = model(ids, position_ids=torch.arange(23)[None] + 50).logits

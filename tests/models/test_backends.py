@@ -48,6 +48,7 @@ def test_continuous_batching_gives_the_tokens_of_generate(constraint, attention)
         for p in prompts
     ]
     assert sorted(result.generated_tokens for result in results.values()) == sorted(expected)
+    assert model.config._attn_implementation == attention
 
 
 def test_many_sequences_in_one_row_are_refused_where_the_base_depends_on_the_sequence():

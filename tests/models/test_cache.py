@@ -68,16 +68,19 @@ OTHER_KEYS = {
 
 @pytest.mark.parametrize("make", [CocaCache, partial(CocaStaticCache, max_cache_len=32)])
 @pytest.mark.parametrize("name", OTHER_KEYS)
-def test_generate_refuses_the_cache_of_a_model_with_other_keys(name, make):
+def test_the_cache_of_a_model_with_other_keys_is_refused(name, make):
     fields, message = OTHER_KEYS[name]
     other, ids = tiny_model(**fields), tokens(1, 9)
     cache = make(other.config)
     other(ids[:, :8], **{CACHE: cache})
     other.generate(ids, max_new_tokens=2, **{CACHE: cache})
-    with pytest.raises(
-        ValueError, match=f"{CACHE}: got keys of a model with {name} {message}; start"
+    for use in (
+        lambda: tiny_model().generate(tokens(1, 12), max_new_tokens=2, **{CACHE: cache}),
+        lambda: tiny_model()(tokens(1, 1), **{CACHE: cache}),
     ):
-        tiny_model().generate(tokens(1, 12), max_new_tokens=2, **{CACHE: cache})
+        refused = f"{CACHE}: got keys of a model with {name} {message}; start"
+        with pytest.raises(ValueError, match=refused):
+            use()
 
 
 # a half-width cache has its angles from layer 0

@@ -106,8 +106,9 @@ def test_a_sequence_has_its_own_logits_padded_packed_or_alone(rope, constraint):
     assert (right[:1, :10] - alone[0]).abs().max() < 1e-11
     packed = torch.cat((short, long, short), dim=1)
     positions = torch.cat([torch.arange(n) for n in (10, 100, 10)])[None]
-    logits = model(packed, position_ids=positions, use_cache=False).logits
-    assert (logits - torch.cat((alone[0], alone[1], alone[0]), dim=1)).abs().max() < 1e-11
+    for use_cache in (True, False):
+        logits = model(packed, position_ids=positions, use_cache=use_cache).logits
+        assert (logits - torch.cat((alone[0], alone[1], alone[0]), dim=1)).abs().max() < 1e-11
 
     options = LOGITS | {"max_new_tokens": 8}
     expected = [torch.stack(model.generate(row, **options).logits) for row in (short, long)]
@@ -262,6 +263,13 @@ def test_a_cache_of_forward_continues_only_under_one_plan(rope):
         model(ids[:, 64:65], **{CACHE: short})
     with refused(80, 64):
         model.generate(ids[:, :65], max_length=80, **{CACHE: filled(40)})
+    positions = torch.arange(90)[None]  # of the caller
+    given = filled(40, position_ids=positions[:, :40])
+    got = model(ids[:, 40:64], position_ids=positions[:, 40:64], **{CACHE: given}).logits
+    expected = model(ids[:, :64], use_cache=False).logits[:, 40:]
+    assert (got - expected).abs().max() < 1e-11
+    with refused(90, 64):
+        model(ids[:, 64:], position_ids=positions[:, 64:], **{CACHE: given})
     far = filled(40, position_ids=torch.arange(50, 90)[None])
     for use in (
         lambda: model(ids[:, 70:], **{CACHE: filled(70)}),
@@ -291,6 +299,29 @@ def test_a_plain_llama_assists_a_model_of_dynamic_ntk():
     expected = model.generate(tokens(1, 60), **options)
     got = model.generate(tokens(1, 60), assistant_model=assistant, **options)
     assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_an_assistant_plans_its_drafts_itself(rope):
+    """A plan has room for twice the tokens of its draft; after 140 tokens there was more than one."""
+    assistant = model_of(rope)
+    torch.manual_seed(5)
+    model = LlamaForCausalLM(LlamaConfig(**TINY, vocab_size=assistant.config.vocab_size)).double()
+    prompt, options = tokens(1, 20), {"max_new_tokens": 120, "do_sample": False}
+    expected = model.generate(prompt, **options)
+    got = model.generate(prompt, assistant_model=assistant, **options)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("negative", [None, 5])
+def test_guidance_has_the_angles_of_the_generation(negative):
+    model, prompt = model_of("dynamic"), tokens(1, 60)
+    options = {"max_new_tokens": 20, "do_sample": False, "guidance_scale": 1.7}
+    if negative:
+        options["negative_prompt_ids"] = tokens(1, negative, seed=3)
+    expected = model.generate(prompt, use_cache=False, **options)
+    assert torch.equal(model.generate(prompt, **options), expected)
+    assert len(expected[0, 60:].unique()) > 3
 
 
 @pytest.mark.parametrize("rope", ["default", "dynamic"])
