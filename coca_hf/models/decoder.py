@@ -382,9 +382,9 @@ class CocaModel(CocaPreTrainedModel):
             )
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        given = cache = cache_of(kwargs, past_key_values)
-        if isinstance(given, HalfWidth):
-            given.check_keys_of(self.config)
+        cache = cache_of(kwargs, past_key_values)
+        if isinstance(cache, HalfWidth):
+            cache.check_keys_of(self.config)
         if use_cache and cache is None:
             cache = CocaCache(self.config)
         if cache is not None and self.rotary_emb.rope_type in LENGTH_DEPENDENT_ROPE_TYPES:
@@ -400,8 +400,7 @@ class CocaModel(CocaPreTrainedModel):
             past_len = cache.get_seq_length() if cache is not None else 0
             position_ids = positions(inputs_embeds, attention_mask, past_len)
 
-        # without a cache, transformers keeps texts apart whose positions start again at 0
-        masks = self.causal_masks(inputs_embeds, attention_mask, given, position_ids)
+        masks = self.causal_masks(inputs_embeds, attention_mask, cache, position_ids)
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids, own_length)
         hidden_states = self.before_layers(inputs_embeds)
         kinds = layer_types(self.config)
@@ -493,7 +492,7 @@ def planned_length(
         return asked
     total_len = int(cache.get_seq_length()) + new_len
     if position_ids is not None and not torch.compiler.is_compiling():
-        total_len = max(total_len, int(position_ids.max()) + 1)
+        total_len = int(position_ids.max()) + 1  # without padding
     if not cache.get_seq_length():
         unplanned = trained_len if total_len <= trained_len else None
         cache.rope_length = unplanned if asked is None else asked
@@ -622,9 +621,11 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
     def _get_logits_processor(self, *args, model_kwargs=None, **kwargs):
         """As transformers', but with the plan of `model_kwargs` for what guidance computes beside it."""
         processors = super()._get_logits_processor(*args, model_kwargs=model_kwargs, **kwargs)
+        callers = kwargs.get("logits_processor") or []
         if rope_length := (model_kwargs or {}).get("rope_length"):
             for processor in processors:
-                if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+                guides = isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+                if guides and processor not in callers:
                     processor.model = partial(self.__call__, rope_length=rope_length)
         return processors
 
