@@ -12,7 +12,7 @@ from pathlib import Path
 
 from coca_hf.files import replace_text
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
 parser.add_argument("plays", metavar="PLAYS", type=Path, help="a directory of .txt files")
 parser.add_argument("out", metavar="OUT.jsonl", type=Path)
 args = parser.parse_args()

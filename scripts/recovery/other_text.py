@@ -56,9 +56,7 @@ SHORTEST = 20_000  # characters of a text to measure with
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("books", metavar="BOOKS.parquet", type=Path)
     parser.add_argument("out", metavar="OUT", type=Path)
     args = parser.parse_args()

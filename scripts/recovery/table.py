@@ -11,7 +11,7 @@ from pathlib import Path
 
 from coca_hf.report.read import read_tables
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
 parser.add_argument("out", nargs="?", type=Path, default=Path("runs/recovery"))
 out = parser.parse_args().out
 measured: dict[str, dict[str, dict[str, float]]] = {}  # numbers by run, column and seed

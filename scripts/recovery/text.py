@@ -16,7 +16,7 @@ from coca_hf.files import replace_text
 PASSAGE = 16_000  # characters, about 4,000 tokens
 BOOKS = 150
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
 parser.add_argument("books", metavar="BOOKS.parquet")
 parser.add_argument("code", metavar="CODE.jsonl")
 parser.add_argument("out", metavar="OUT.jsonl", type=Path)
