@@ -7,7 +7,6 @@ checkpoints, which therefore load with `trust_remote_code=True` without coca_hf.
 `attention.py`.
 """
 
-import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import field
@@ -630,15 +629,11 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
         return processors
 
     def _get_candidate_generator(self, *args, model_kwargs, assistant_model=None, **kwargs):
-        """As transformers', which passes the arguments of `generate` on to the assistant, but
-        without `rope_length` if the assistant does not accept it.
+        """As transformers', but without this model's plan for an assistant, whose tokens and angles
+        may be others.
         """
         if assistant_model is not None:
-            understood = inspect.signature(assistant_model.prepare_inputs_for_generation).parameters
-            if "rope_length" not in understood:
-                model_kwargs = {
-                    name: value for name, value in model_kwargs.items() if name != "rope_length"
-                }
+            model_kwargs = {n: value for n, value in model_kwargs.items() if n != "rope_length"}
         return super()._get_candidate_generator(
             *args, model_kwargs=model_kwargs, assistant_model=assistant_model, **kwargs
         )

@@ -5,6 +5,9 @@ import itertools
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
 from torch.nn.functional import pad
 from transformers import (
     AutoModelForCausalLM,
@@ -12,6 +15,7 @@ from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerFast,
     StaticCache,
 )
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
@@ -318,6 +322,38 @@ def test_an_assistant_plans_its_drafts_itself(rope):
     expected = model.generate(prompt, **options)
     got = model.generate(prompt, assistant_model=assistant, **options)
     assert torch.equal(got, expected)
+
+
+def test_an_assistant_with_another_tokenizer_may_need_more_tokens():
+    model, prompt = model_of("dynamic"), tokens(1, 60)
+    letters = "?abcdefghijklmnopqrstuvwxyz"
+    pairs = [a + b for a in letters[1:] for b in letters[1:]]
+    assistant_config = copy.deepcopy(model.config)
+    assistant_config.vocab_size = len(letters)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    expected = model.generate(prompt, **options)
+    got = model.generate(
+        prompt,
+        assistant_model=type(model)(assistant_config).double(),
+        tokenizer=tokenizer_of([*letters, *pairs][: model.config.vocab_size]),
+        assistant_tokenizer=tokenizer_of(letters),
+        **options,
+    )
+    assert torch.equal(got, expected)
+
+
+def tokenizer_of(vocabulary):
+    """A tokenizer of letters, and of pairs of letters if `vocabulary` has them."""
+    numbers = {token: number for number, token in enumerate(vocabulary)}
+    merges = [tuple(token) for token in vocabulary if len(token) == 2]
+    tokenizer = Tokenizer(BPE(vocab=numbers, merges=merges, unk_token="?"))
+    tokenizer.decoder = Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="?",
+        pad_token="?",
+        clean_up_tokenization_spaces=False,
+    )
 
 
 @pytest.mark.parametrize("negative", [None, 5])
