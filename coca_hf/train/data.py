@@ -66,6 +66,7 @@ from coca_hf.train.processes import Stopped
 from coca_hf.train.recipe import Data, Source
 
 ANSWER = 2**31  # added to a token that is an answer; larger than any token
+SKIPPING = 0.5  # the share of blocks with skipped positions; docs/results/content-pairs
 AGAIN = "`coca-train RECIPE --prepare` makes them again"
 LARGE_DOCUMENT = 10_000_000  # characters: a dozen novels
 SHUFFLE_TOKENS = 2**21  # of a source, from which its next block is drawn: 1024 blocks of 2048
@@ -188,7 +189,8 @@ class Blocks:
         """Block `number` as `input_ids` and `labels`, (seq_len,), int64, with the same tokens.
 
         The model shifts the labels. With a synthetic source, `answers` (seq_len,) says which tokens
-        are answers. With `skip_positions`, `position_ids` rise to at most that many, and an
+        are answers. With `skip_positions`, half of the blocks, as the seed draws them, have
+        `position_ids` in order, and those of the others rise to at most that many; an
         `attention_mask` of ones says that a gap does not begin another document.
 
         Raises Damaged if a file is not what was written.
@@ -200,8 +202,10 @@ class Blocks:
         if self._data.has_answers:
             example["answers"] = marked >= ANSWER
         if reach := self._data.skip_positions:
-            seed = random.Random(f"{self._data.seed} positions {number}").getrandbits(63)
-            [positions] = skipped_positions(1, self._data.seq_len, reach, seed)
+            draw = random.Random(f"{self._data.seed} positions {number}")
+            positions = torch.arange(len(ids))
+            if draw.random() < SKIPPING:
+                [positions] = skipped_positions(1, len(ids), reach, draw.getrandbits(63))
             example |= {"position_ids": positions, "attention_mask": torch.ones_like(ids)}
         return example
 
@@ -345,7 +349,7 @@ class Corpus:
                 source |= {"path": None, "files": list(files.items())}
         small = "uint16" if max(self.tokenizer.get_vocab().values()) < 2**16 else "uint32"
         return {
-            "format": 13,
+            "format": 14,
             "sources": described,
             "tokenizer": tokenizer_hash(self.tokenizer),
             "dtypes": ["uint32" if source.synthetic else small for source in self.data.sources],

@@ -189,8 +189,8 @@ class Data(StrictMapping):
 
     held_out_blocks: number of blocks left out of the training, to measure the loss on. prepared:
     the directory where the blocks of this and other recipes are made and read. skip_positions: skip
-    positions at random places of every block, so that they rise to at most this many, such as the
-    trained length: a block then teaches longer distances than it has tokens (PoSE, arXiv
+    positions at random places of half of the blocks, so that they rise to at most this many, such
+    as the trained length: a block then teaches longer distances than it has tokens (PoSE, arXiv
     2309.10400).
     """
 
