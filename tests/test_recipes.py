@@ -43,7 +43,13 @@ CONFIGS = {  # of the checkpoints that recipes start from
     "quickstart/start": CocaLlamaConfig(**SMOLLM2),
 }
 ON_CPU = {"bf16": False, "gradient_checkpointing": False}
-SCRATCH = [name for name in PATHS if name.startswith("from-scratch")]
+SCRATCH = "from-scratch-350m.yaml"
+MODELS = {  # of that recipe, by override
+    "coca": (),
+    "strict": ("config.coca_constraint=strict",),
+    "rope": ("config.model_type=llama",),
+    "alibi": ("config.model_type=alibi_llama",),
+}
 
 
 @pytest.fixture
@@ -73,10 +79,13 @@ def test_every_recipe_says_what_to_expect(path):
         assert any(line.startswith(f"# {label}") for line in header), label
 
 
-@pytest.mark.parametrize("name", PATHS)
-def test_a_recipe_runs_dry(name, load, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [*((name, ()) for name in PATHS), *((SCRATCH, MODELS[model]) for model in [*MODELS][1:])],
+)
+def test_a_recipe_runs_dry(name, settings, load, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("asks the hub"))
-    recipe = load(name)
+    recipe = load(name, *settings)
     check_model(recipe)  # on the meta device; every stage finds its parameters
     assert recipe.data.seq_len <= start_config(recipe).max_position_embeddings
     for stage in recipe.stages:
@@ -97,7 +106,7 @@ def papers_rates(num_steps: int, warmup_steps: int) -> np.ndarray:
 PAPERS_RATES = {
     "llama-7b/three-stage.yaml": papers_rates(15_000, 150),  # a warm-up of 1% of the steps
     "llama-7b/pi-32k.yaml": np.full(6000, 2e-5),
-    **dict.fromkeys(SCRATCH, papers_rates(381_470, 3815)),
+    SCRATCH: papers_rates(381_470, 3815),
 }
 
 
@@ -116,9 +125,8 @@ def test_the_papers_optimizer_and_its_schedule(name, tmp_path):
             np.testing.assert_allclose(rates, PAPERS_RATES[name], rtol=1e-9)
 
 
-@pytest.mark.parametrize("name", [name for name in PATHS if name not in SCRATCH[1:]])
+@pytest.mark.parametrize("name", PATHS)
 def test_a_recipe_is_planned(name, load):
-    """The models from scratch are one shape (see below), and the others are CoCA."""
     recipe = load(name, "config.num_hidden_layers=1")
     plan = plan_recipe(recipe, 32 if name.startswith("llama-7b") else 1)
     assert [stage.name for stage in plan.stages] == [stage.name for stage in recipe.stages]
@@ -143,15 +151,14 @@ def test_batches_and_lengths_are_the_papers():
     paper = {  # blocks of all stages on the paper's number of GPUs
         "llama-7b/three-stage.yaml": (32, 3 * 15_000 * 32 * 8, 2048),
         "llama-7b/pi-32k.yaml": (32, 6000 * 32, 32768),
-        **dict.fromkeys(SCRATCH, (8, 381470 * 256 * 2, 512)),
+        SCRATCH: (8, 381470 * 256 * 2, 512),
     }
     for name, (world_size, num_blocks, seq_len) in paper.items():
         recipe = load_recipe(PATHS[name])
         assert (recipe.num_blocks(world_size), recipe.data.seq_len) == (num_blocks, seq_len), name
         assert [source.weight for source in recipe.data.sources] == [0.75, 0.25]
-    for name in SCRATCH:
-        tokens = load_recipe(PATHS[name]).num_blocks(8) * 512
-        assert tokens == pytest.approx(2 * 50e9, rel=1e-4)
+    tokens = load_recipe(PATHS[SCRATCH]).num_blocks(8) * 512
+    assert tokens == pytest.approx(2 * 50e9, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", [name for name in PATHS if name != "recover.yaml"])
@@ -187,31 +194,28 @@ def test_position_interpolation_is_for_llama_and_for_coca(load, model):
     assert rope == {"rope_type": "linear", "factor": 32768 / 2048, "rope_theta": 10000.0}
 
 
-def test_the_models_from_scratch_differ_in_their_attention_alone(load):
-    trees = {name: load_recipe(PATHS[name]).to_dict() for name in SCRATCH}
-    keys = ("model_type", "coca_constraint")
-    own = {tuple(tree["config"].pop(key, None) for key in keys) for tree in trees.values()}
-    coca = {("coca_llama", constraint) for constraint in ("slack", "strict")}
-    assert own == {("alibi_llama", None), ("llama", None), *coca}
-    first = trees.popitem()[1]
-    assert all(tree == first for tree in trees.values())  # the data and its seed among them
-
-
 def test_the_models_from_scratch_start_with_the_same_weights_where_they_share_them(load):
     settings = [f"config.{name}={size}" for name, size in TINY.items() if name != "rms_norm_eps"]
-    models = {name: start_model(load(name, *settings)).state_dict() for name in SCRATCH}
-    rope = models["from-scratch-350m/roformer.yaml"]
+    started = {name: start_model(load(SCRATCH, *settings, *own)) for name, own in MODELS.items()}
+    kinds = {
+        (type(model).__name__, getattr(model.config, "coca_constraint", None))
+        for model in started.values()
+    }
+    coca = {("CocaLlamaForCausalLM", constraint) for constraint in ("slack", "strict")}
+    assert kinds == {("AlibiLlamaForCausalLM", None), ("LlamaForCausalLM", None), *coca}
+    models = {name: model.state_dict() for name, model in started.items()}
+    rope = models["rope"]
     for name, weights in models.items():
         ours, theirs = set(weights) - set(rope), set(rope) - set(weights)
-        assert {key.split(".")[-2] for key in ours} == ({"t_proj"} if "coca" in name else set())
-        assert {key.split(".")[-2] for key in theirs} == ({"k_proj"} if "coca" in name else set())
+        is_coca = name in ("coca", "strict")
+        assert {key.split(".")[-2] for key in ours} == ({"t_proj"} if is_coca else set())
+        assert {key.split(".")[-2] for key in theirs} == ({"k_proj"} if is_coca else set())
         assert all(weights[key].equal(rope[key]) for key in set(weights) & set(rope))
-    slack, strict = (models[f"from-scratch-350m/coca-{kind}.yaml"] for kind in ("slack", "strict"))
-    assert all(slack[key].equal(strict[key]) for key in slack)
+    assert all(weights.equal(models["strict"][key]) for key, weights in models["coca"].items())
     one, other = (rope[f"model.layers.{layer}.self_attn.q_proj.weight"] for layer in (0, 1))
     assert not one.equal(other)
     assert one.std().item() == pytest.approx(0.02, rel=0.1)
-    again = start_model(load("from-scratch-350m/roformer.yaml", *settings, "data.seed=1"))
+    again = start_model(load(SCRATCH, *settings, *MODELS["rope"], "data.seed=1"))
     assert not again.state_dict()["model.layers.0.self_attn.q_proj.weight"].equal(one)
 
 

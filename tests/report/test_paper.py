@@ -116,8 +116,9 @@ from_scratch = [name for name, plan in models.items() if plan.get("kind") == "fr
 @pytest.mark.parametrize("model", from_scratch)
 def test_a_model_from_scratch_has_the_heads_of_its_own_width(model, tiny_llama_dir):
     """64 dimensions of 16 heads make 1024, and not the 128 of a LLaMA-7B, which is the default."""
-    recipe = load_recipe(REPOSITORY / models[model]["recipe"], [f"tokenizer={tiny_llama_dir}"])
-    config = start_config(recipe)
+    settings = [f"{key}={value}" for key, value in models[model]["settings"].items()]
+    settings.append(f"tokenizer={tiny_llama_dir}")
+    config = start_config(load_recipe(REPOSITORY / models[model]["recipe"], settings))
     assert (config.hidden_size, config.num_attention_heads, config.head_dim) == (1024, 16, 64)
 
 
