@@ -5,7 +5,7 @@
 #   coca-train RECIPE --prepare --world-size 32
 # SLURM starts the processes itself, so its signal reaches each of them and it sees their exit code: 75 means that
 # coca-train was told to stop and has written a checkpoint, and the job is requeued.
-# Options of sbatch replace those below, such as --nodes=2; LAYOUT: another file than recipes/accelerate/4x8gpu.yaml.
+# Options of sbatch replace those below, such as --nodes=2; LAYOUT: another file than recipes/accelerate/8gpu.yaml.
 #SBATCH --job-name=coca
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=8
@@ -20,7 +20,7 @@
 set -uo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
 [ -f scripts/cluster/layout.sh ] || { echo "$PWD: not the repository; submit the job from there" >&2; exit 2; }
-. scripts/cluster/layout.sh "${LAYOUT:-recipes/accelerate/4x8gpu.yaml}"
+. scripts/cluster/layout.sh "${LAYOUT:-recipes/accelerate/8gpu.yaml}"
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) WORLD_SIZE=$SLURM_NTASKS
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK

@@ -124,7 +124,7 @@ def test_a_script_is_bash(script):
 
 
 def test_a_layout_of_gpus_tells_processes_what_those_of_the_tests_are_told():
-    layout = "recipes/accelerate/4x8gpu.yaml"  # 8gpu.yaml has the same FSDP settings
+    layout = "recipes/accelerate/8gpu.yaml"
     command = f"unset ${{!FSDP*}}; . scripts/cluster/layout.sh {layout} && env"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     kwargs = {"env": {**os.environ, "PATH": path}, "capture_output": True, "text": True}
