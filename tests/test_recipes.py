@@ -42,6 +42,11 @@ CONFIGS = {  # of the checkpoints that recipes start from
     "quickstart/start": CocaLlamaConfig(**SMOLLM2),
 }
 ON_CPU = {"bf16": False, "gradient_checkpointing": False}
+ADAPTERS = [  # as the header of the recipe says
+    "training.per_device_train_batch_size=4",
+    *(f"stages.{stage}.lora={{r: 32, alpha: 32}}" for stage in ("qkv", "full")),
+    "stages.full.learning_rate=1e-3",
+]
 SCRATCH = "from-scratch-350m.yaml"
 MODELS = {  # of that recipe, by override
     "coca": (),
@@ -124,9 +129,12 @@ def test_the_papers_optimizer_and_its_schedule(name, tmp_path):
             np.testing.assert_allclose(rates, PAPERS_RATES[name], rtol=1e-9)
 
 
-@pytest.mark.parametrize("name", PATHS)
-def test_a_recipe_is_planned(name, load):
-    recipe = load(name, "config.num_hidden_layers=1")
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [*((name, ()) for name in PATHS), ("smollm2-135m/three-stage.yaml", ADAPTERS)],
+)
+def test_a_recipe_is_planned(name, settings, load):
+    recipe = load(name, "config.num_hidden_layers=1", *settings)
     plan = plan_recipe(recipe, 32 if name.startswith("llama-7b") else 1)
     assert [stage.name for stage in plan.stages] == [stage.name for stage in recipe.stages]
     for stage, planned in zip(recipe.stages, plan.stages, strict=True):
@@ -135,9 +143,9 @@ def test_a_recipe_is_planned(name, load):
 
 
 def test_adapters_fit_a_gpu_of_24_gb_as_their_recipe_says(load):
-    peaks = []
+    name, peaks = "smollm2-135m/three-stage.yaml", []
     for num_layers in (1, 2):
-        recipe = load("smollm2-135m/lora.yaml", f"config.num_hidden_layers={num_layers}")
+        recipe = load(name, f"config.num_hidden_layers={num_layers}", *ADAPTERS)
         full = recipe.model_copy(update={"stages": recipe.stages[2:]})
         peaks.append(plan_recipe(full).stages[0].memory.peak / GIB)
     peak = peaks[0] + 29 * (peaks[1] - peaks[0])  # every layer of the 30 adds as much
@@ -179,9 +187,8 @@ def test_a_header_states_the_tokens_and_the_disk_that_its_recipe_takes(name):
     unit = {"M": 1e6, "B": 1e9}[stated[6]]
     assert float(stated[5]) == float(f"{tokens / stages / unit:.3g}")
     disk = re.search(r"([\d.]+) GB of disk", header)
-    assert disk or name == "smollm2-135m/lora.yaml"  # which says nothing of it
-    if disk:  # 2 bytes a token: no vocabulary of theirs is above 65,536
-        assert float(disk[1]) == float(f"{2 * tokens / 1e9:.2g}")
+    # 2 bytes a token: no vocabulary of theirs is above 65,536
+    assert float(disk[1]) == float(f"{2 * tokens / 1e9:.2g}")
 
 
 @pytest.mark.parametrize("model", ["LLAMA-7B", "runs/three-stage/3-full"])
@@ -239,7 +246,9 @@ def test_the_settings_of_the_commands_in_headers_are_taken():
                 settings = [word for word in words if re.match(r"[a-z_.]+=", word)]
                 load_recipe(RECIPES.parent / recipe, settings)
                 taken += settings
-    assert {setting.partition("=")[0] for setting in taken} == {"model", "teacher", "stages"}
+    assert {*ADAPTERS} < {*taken}
+    others = {setting.partition("=")[0] for setting in taken if setting not in ADAPTERS}
+    assert others == {"model", "teacher", "stages"}
 
 
 def test_recipes_name_only_layouts_scripts_and_recipes_that_are_there():
