@@ -82,16 +82,7 @@ def perplexity_rows(
             return token_losses(model, documents, batch, prefix).double().sum(-1).tolist()
 
         windows, nlls = compute_windows(windows, compute, batches)
-        lines = [
-            {
-                "document": w.document,
-                "start": w.start,
-                "input_len": w.input_len,
-                "tokens": w.scored_len,
-                "nll": nll,
-            }
-            for w, nll in zip(windows, nlls, strict=True)
-        ]
+        lines = [w._asdict() | {"nll": nll} for w, nll in zip(windows, nlls, strict=True)]
         return value_of(kind, lines) | {"stride": used_stride}, {"windows": lines}
 
     settings = {"task": "perplexity", "variant": variant, "asked_stride": stride}
@@ -102,7 +93,7 @@ class Window(NamedTuple):
     document: int
     start: int  # of the inputs, in tokens
     input_len: int  # tokens of the document to read
-    scored_len: int  # how many of the last targets to score
+    tokens: int  # to score: the last targets
 
 
 class Variant(NamedTuple):
@@ -142,7 +133,7 @@ def _yarn(doc_lens: list[int], length: int, stride: int, prefix: list[int]) -> l
             windows.append(Window(index, start, end - start - 1, min(end - before, predicted)))
             if end == doc_len:
                 break
-    return [window for window in windows if window.scored_len]
+    return [window for window in windows if window.tokens]
 
 
 def _longlora(doc_lens: list[int], length: int, stride: int, prefix: list[int]) -> list[Window]:
@@ -218,7 +209,7 @@ def compute_windows(
     Only windows of one shape share a batch, so nothing is padded and results do not depend on its
     size. Raises NoValue as `Batches.compute` does.
     """
-    shape = attrgetter("input_len", "scored_len")
+    shape = attrgetter("input_len", "tokens")
     windows = sorted(windows, key=shape)
     groups = [(list(same), one[0]) for one, same in itertools.groupby(windows, key=shape)]
     return windows, batches.compute(groups, compute)
@@ -264,7 +255,7 @@ def token_losses(
     documents: token ids, each (tokens,). prefix: token ids before every window. Returns
     (b, scored_len), float32.
     """
-    input_len, scored_len = batch[0].input_len, batch[0].scored_len
+    _, _, input_len, scored_len = batch[0]
     inputs = torch.stack([documents[w.document][w.start : w.start + input_len] for w in batch]).to(
         model.device
     )

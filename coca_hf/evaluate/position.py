@@ -101,7 +101,7 @@ def _by_document(windows: list[Window], sums: list[list[float]], bucket: int) ->
     for window, of_window in zip(windows, sums, strict=True):
         for number, nll in enumerate(of_window):
             first = number * bucket
-            tokens = min(bucket, window.scored_len - first)
+            tokens = min(bucket, window.tokens - first)
             found.setdefault((window.document, first), []).append((tokens, nll))
     return [
         {

@@ -55,7 +55,7 @@ def main() -> None:
 
 def measure_length(length: int, model, documents: list[torch.Tensor], options) -> list[dict]:
     windows = VARIANTS["yarn"].windows([len(ids) for ids in documents], length, options.stride, [])
-    scored = sum(window.scored_len for window in windows)
+    scored = sum(window.tokens for window in windows)
     means: dict[str, list[float]] = {}
 
     def theirs(i: int) -> None:
@@ -100,7 +100,7 @@ def yarn_loss(model, documents: list[torch.Tensor], window: Window) -> float:
         model.device
     )
     labels = ids.clone()
-    labels[:, : -window.scored_len] = -100
+    labels[:, : -window.tokens] = -100
     return model(ids, labels=labels, use_cache=False).loss.item()
 
 
