@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, MambaConfig, MambaForCausalLM
 
-from coca_hf.errors import CocaError
 from coca_hf.evaluate.attention_maps import attention_map_rows
 from coca_hf.evaluate.loaded_model import load_model
 from coca_hf.evaluate.sample import draw_sample
+from tests.conftest import refused
 from tests.evaluate.runs import raw_of, run_of
 
 
@@ -89,5 +89,4 @@ OTHERS = {
 @pytest.mark.parametrize("change", OTHERS)
 def test_a_baseline_that_is_not_the_original_is_refused(llama, coca, books, tmp_path, change):
     change(llama)
-    with pytest.raises(CocaError, match=f"got {OTHERS[change]}"):
-        measure(coca, llama, books, tmp_path)
+    refused(f"got {OTHERS[change]}", measure, coca, llama, books, tmp_path)

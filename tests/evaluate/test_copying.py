@@ -3,9 +3,9 @@ import json
 import pytest
 import torch
 
-from coca_hf.errors import CocaError
 from coca_hf.evaluate.copying import copying_rows, repeated_sequences
 from coca_hf.evaluate.sample import draw_sample
+from tests.conftest import refused
 from tests.evaluate.conftest import put_around_texts
 from tests.evaluate.runs import raw_of, run_of
 
@@ -63,14 +63,12 @@ def test_a_beginning_that_the_model_does_not_embed_is_refused_before_a_row(llama
     put_around_texts(tokenizer, "<begin> $A")
     rows = llama.model.get_input_embeddings().weight.shape[0]
     said = f"beginning of a text: got token id {rows} .* below the model's vocabulary of {rows}"
-    with pytest.raises(CocaError, match=said):
-        measure(llama, tmp_path / "out")
+    refused(said, measure, llama, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_lengths_without_two_tokens_in_a_copy_are_refused(coca, tmp_path):
-    with pytest.raises(CocaError, match="--lengths: got 4, expected at least 5"):
-        measure(coca, tmp_path, 4)
+    refused("--lengths: got 4, expected at least 5", measure, coca, tmp_path, 4)
 
 
 def test_a_passage_is_read_again_from_each_document_in_turn(coca, books, tmp_path):

@@ -21,6 +21,7 @@ from coca_hf.evaluate.layers import TEXTS, layer_rows
 from coca_hf.evaluate.loaded_model import LoadedModel, load_model
 from coca_hf.evaluate.sample import draw_sample
 from coca_hf.report import read_tables
+from tests.conftest import refused
 from tests.evaluate.runs import raw_of, run_of
 
 SIZES = {"num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddings": 64}
@@ -160,8 +161,7 @@ def test_models_that_cannot_be_compared_are_refused(llama, coca, tiny_tokenizer,
         ([gpt2, gpt2], unknown),
         ([coca, llama], r"got a CoCA model before .*; expected the original first"),
     ):
-        with pytest.raises(CocaError, match=message):
-            measure(pair, books, tmp_path / "out")
+        refused(message, measure, pair, books, tmp_path / "out")
     embeddings = coca.model.get_input_embeddings()
     embeddings.weight.data = torch.cat((embeddings.weight.data,) * 2)
     rows = len(tiny_tokenizer)
@@ -169,5 +169,4 @@ def test_models_that_cannot_be_compared_are_refused(llama, coca, tiny_tokenizer,
         measure([llama, coca], books, tmp_path / "out")
     llama.model.config.num_hidden_layers = 7
     other = r"tiny-llama: got num_hidden_layers 7, expected 3 as .*tiny-coca has"
-    with pytest.raises(CocaError, match=other):
-        measure([llama, coca], books, tmp_path / "out")
+    refused(other, measure, [llama, coca], books, tmp_path / "out")

@@ -13,6 +13,7 @@ from coca_hf.evaluate.batches import Batches
 from coca_hf.evaluate.passkey import FILLER, VARIANTS
 from coca_hf.evaluate.recall import recall_rows
 from coca_hf.tokens import around_text
+from tests.evaluate.conftest import put_around_texts
 from tests.evaluate.reader import reads
 from tests.evaluate.runs import passkey_case, raw_of, recall_case, run_of
 
@@ -61,9 +62,7 @@ def test_a_case_depends_on_seed_length_pairs_and_number_only(tiny_tokenizer):
 @pytest.mark.parametrize("variant", [None, *VARIANTS])
 def test_a_prompt_omits_the_tokens_that_end_a_text(tiny_tokenizer, variant):
     ends = copy.deepcopy(tiny_tokenizer)
-    ends.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
-    )
+    put_around_texts(ends, "<s> $A </s>")
     case, expected = (
         passkey_case(tokenizer, 501, 7, 3, variant)
         if variant

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers.processors import TemplateProcessing
 from torch import nn
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.sample import PRESETS, draw_sample
+from tests.conftest import refused
+from tests.evaluate.conftest import put_around_texts
 
 
 @pytest.fixture
@@ -32,15 +33,12 @@ def test_without_a_number_every_document_is_there_in_order(llama, many):
 def test_a_text_begins_with_special_tokens_once_and_ends_without_any(llama, many):
     plain = draw_sample(llama, many, 10)
     tokenizer = copy.deepcopy(llama.tokenizer)
-    specials = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<s> $A </s>", special_tokens=specials
-    )
+    put_around_texts(tokenizer, "<s> $A </s>")
     first = Path(many) / "00.txt"
     first.write_text(f"<s>{first.read_text()}")  # as a chat template begins a text
     around = draw_sample(replace(llama, tokenizer=tokenizer), many, 10)
     for ids, own in zip(around.token_ids, plain.token_ids, strict=True):
-        assert ids.tolist() == [specials[0][1], *own.tolist()]
+        assert ids.tolist() == [1, *own.tolist()]
 
 
 def test_a_document_that_no_row_can_name_is_refused_if_it_is_drawn(llama, tmp_path):
@@ -92,8 +90,7 @@ def test_empty_documents_are_refused_as_too_short_or_skipped_and_named(llama, ma
         (Path(many) / f"{number:02}.txt").write_text(text)
     first = ", ".join(f"{many}/{name}.txt (0)" for name in ("03", "08", "29"))
     said = f"3 of 30 documents have fewer than 10 tokens, the longest of --lengths, first: {first};"
-    with pytest.raises(CocaError, match=re.escape(said)):
-        draw_sample(llama, many, 10)
+    refused(re.escape(said), draw_sample, llama, many, 10)
     about = draw_sample(llama, many, 10, skip_short=True).describe()
     assert about["skipped_documents"] == ["03.txt", "08.txt", "29.txt"]
     assert about["documents"] == 27
@@ -119,15 +116,13 @@ def test_with_skip_short_the_draw_is_from_the_long_documents_alone(llama, many):
     ],
 )
 def test_what_the_documents_do_not_have_is_refused(llama, many, length, options, message):
-    with pytest.raises(CocaError, match=message):
-        draw_sample(llama, many, length, **options)
+    refused(message, draw_sample, llama, many, length, **options)
 
 
 def test_token_ids_that_the_model_does_not_embed_are_refused(llama, many):
     llama.model.set_input_embeddings(nn.Embedding(60, 48))
     said = r"00\.txt: got token id \d+ .* below the model's vocabulary of 60"
-    with pytest.raises(CocaError, match=said):
-        draw_sample(llama, many, 10)
+    refused(said, draw_sample, llama, many, 10)
 
 
 def test_documents_of_too_few_bytes_are_not_drawn_from_and_are_counted(llama, many):
@@ -157,8 +152,7 @@ def test_the_preset_of_the_paper_is_its_setting():
 def test_options_that_local_files_do_not_have_are_refused(llama, many):
     names = "--split, --subset, --data-revision"
     message = f"got {names}, which only data sets on the hub have; leave it out"
-    with pytest.raises(CocaError, match=message):
-        draw_sample(llama, many, 10, split="train", subset="en", data_revision="v1")
+    refused(message, draw_sample, llama, many, 10, split="train", subset="en", data_revision="v1")
     with pytest.raises(CocaError, match="got --column, which only files of rows have; leave it"):
         draw_sample(llama, many, 10, column="body")
     Path(many, "rows.jsonl").write_text('{"body": "a row beside text files"}\n')

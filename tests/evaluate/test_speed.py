@@ -14,7 +14,7 @@ from coca_hf.errors import CocaError
 from coca_hf.evaluate import rows, speed
 from coca_hf.evaluate.loaded_model import load_model
 from coca_hf.evaluate.speed import MEASUREMENT, MODES, parse_modes, speed_rows
-from tests.conftest import TINY
+from tests.conftest import TINY, refused
 from tests.evaluate.runs import raw_of, run_of
 
 
@@ -120,8 +120,7 @@ def test_memory_that_runs_out_is_a_row_and_the_other_model_goes_on(coca, llama, 
 def test_modes_are_read_and_others_refused():
     assert parse_modes("train, decode,train") == ["train", "decode"]
     said = "--modes: got 'serve', expected some of prefill, decode, train"
-    with pytest.raises(CocaError, match=said):
-        parse_modes("train,serve")
+    refused(said, parse_modes, "train,serve")
 
 
 def test_a_model_without_a_cache_cannot_decode_and_one_line_says_so(llama, tmp_path):

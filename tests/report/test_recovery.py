@@ -11,6 +11,7 @@ from coca_hf.page import Grid, markdown
 from coca_hf.report import read_page, write_report
 from coca_hf.report.plots import draw
 from coca_hf.report.recovery import read_recovery, recovery
+from tests.conftest import refused
 from tests.report.made import row, write_rows
 
 
@@ -133,8 +134,7 @@ def test_against_seconds_the_calibration_and_the_stages_before_count(out):
     assert lines["run, training"] == [310, 370, 430]
     for damaged in ("{", '{"calibration": {"tokens": 1}}'):
         (out / "1-k/conversion.json").write_text(damaged)
-        with pytest.raises(CocaError, match=r"1-k/conversion\.json: got no record"):
-            read_recovery(out)
+        refused(r"1-k/conversion\.json: got no record", read_recovery, out)
 
 
 def test_without_held_out_blocks_there_is_the_loss_in_training_alone(out):
@@ -212,6 +212,5 @@ def test_a_copy_of_a_stage_beside_it_is_no_stage(out, tmp_path):
 def test_a_directory_with_a_recipe_in_which_nothing_was_trained_is_refused(tmp_path):
     (tmp_path / "recipe.yaml").write_text("model: x\n")
     expected = "expected the --out of coca-eval, or of a coca-train that has begun to train"
-    with pytest.raises(CocaError, match=f"got no rows.jsonl there, {expected}"):
-        read_page([tmp_path])
+    refused(f"got no rows.jsonl there, {expected}", read_page, [tmp_path])
     assert "Recovery" not in markdown(read_page([write_rows(tmp_path, row())]))
