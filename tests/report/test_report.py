@@ -15,6 +15,7 @@ from coca_hf.evaluate.measurements import MEASUREMENTS
 from coca_hf.page import FAR, LOOKS, Curve, Key, Plot, markdown
 from coca_hf.report import read_page, read_tables, tables_markdown, write_report
 from coca_hf.report.plots import COLORS, CSS_NAMES, PAPER, draw, look, to_svg
+from tests.conftest import refused
 from tests.report.made import row, with_raw, write_rows
 
 
@@ -416,8 +417,7 @@ def test_published_curves_are_drawn_when_asked_for_only(run, tmp_path):
     assert "shapes can be compared, values cannot" in page
     assert "paper: " not in markdown_of([rows])
     expected = "--paper: got 'llama', expected one of 350m, llama-7b, pi-32k"
-    with pytest.raises(CocaError, match=expected):
-        write_report([rows], tmp_path / "page", ["llama"])
+    refused(expected, write_report, [rows], tmp_path / "page", ["llama"])
 
 
 def test_missing_raw_files_are_named(tmp_path):
@@ -699,8 +699,7 @@ def test_a_picture_of_yours_is_not_replaced_and_a_page_that_was_begun_is_made(
     rows, page = run(row()), tmp_path / "page"
     page.mkdir()
     (page / "perplexity.png").write_bytes(b"mine")
-    with pytest.raises(CocaError, match=r"perplexity\.png: is there and was not made by coca-eval"):
-        write_report([rows], page)
+    refused(r"perplexity\.png: is there and was not made by coca-eval", write_report, [rows], page)
     assert [file.read_bytes() for file in page.iterdir()] == [b"mine"]
     killed = tmp_path / "killed"
     with monkeypatch.context() as patch:
@@ -759,8 +758,7 @@ def test_an_out_that_is_a_file_is_refused(run, tmp_path):
     (tmp_path / "out" / "report.md").mkdir(parents=True)
     for out, why in ((rows / "rows.jsonl", "File exists"), (tmp_path / "out", "Is a directory")):
         message = rf"--out {out}: the page cannot be written there \(.* {why}"
-        with pytest.raises(CocaError, match=message):
-            write_report([rows], out)
+        refused(message, write_report, [rows], out)
 
 
 @pytest.mark.parametrize(
@@ -774,7 +772,6 @@ def test_a_number_shown_beside_a_value_is_required(page, task, field):
     whole = row(task=task, value=0.5)
     without = {key: whole[key] for key in whole if key != field}
     for broken in (without, whole | {field: None}):
-        with pytest.raises(CocaError, match=f"rows.jsonl, line 1: got a row with {field} None"):
-            page(broken)
+        refused(f"rows.jsonl, line 1: got a row with {field} None", page, broken)
     failed = whole | {"value": None, field: None, "error": "the model's loss is nan"}
     assert "- no value for llama at 512: the model's loss is nan" in page(failed)

@@ -203,17 +203,14 @@ def test_a_model_that_lacks_weights_is_refused(train, tiny_coca_dir, tmp_path):
     del kept["model.layers.1.self_attn.t_proj.weight"]
     save_file(kept, broken / "model.safetensors", metadata={"format": "pt"})
     message = r"missing keys: model\.layers\.1\.self_attn\.t_proj\.weight"
-    with pytest.raises(CocaError, match=message):
-        train(f"model={broken}", stage=None)
+    refused(message, train, f"model={broken}", stage=None)
 
 
 def test_a_directory_in_use_is_left_alone_without_resume(train, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/novel.txt").write_text("chapter one")
-    with pytest.raises(CocaError, match="not empty; continue what is there with --resume"):
-        train(stage=None)
-    with pytest.raises(CocaError, match=r"without recipe\.yaml"):
-        train(stage=None, resume=True)
+    refused("not empty; continue what is there with --resume", train, stage=None)
+    refused(r"without recipe\.yaml", train, stage=None, resume=True)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["novel.txt"]
 
 
@@ -242,17 +239,14 @@ def test_other_stages_and_a_recipe_that_is_none_are_refused(train, tmp_path, sta
     message = (
         f"--resume with another recipe: stages was {OTHER_STAGES[stages]}.*; give the one that"
     )
-    with pytest.raises(CocaError, match=message):
-        train(resume=True)
+    refused(message, train, resume=True)
 
 
 def test_a_stage_without_its_predecessor_is_refused(train, tmp_path):
     message = r"--stage full: starts from .*2-qkv, which is not complete; run --stage qkv"
-    with pytest.raises(CocaError, match=message):
-        train(stage="full")
+    refused(message, train, stage="full")
     message = "--stage: got 'qvk', expected one of k, qkv, full; nearest: qkv"
-    with pytest.raises(CocaError, match=message):
-        train(stage="qvk")
+    refused(message, train, stage="qvk")
     assert not (tmp_path / "out").exists()
 
 

@@ -87,8 +87,7 @@ def test_raised_positions_are_refused_with_dynamic_ntk_which_they_would_undo(rec
     dynamic = "config.rope_parameters={rope_type: dynamic, factor: 4.0}"
     assert start_config(load_recipe(recipe_path, [dynamic])).rope_parameters["factor"] == 4
     message = "got 256 with rope_type dynamic, which .*, expected the checkpoint's 64; leave it out"
-    with pytest.raises(CocaError, match=message):
-        start_config(load_recipe(recipe_path, [dynamic, RAISED]))
+    refused(message, start_config, load_recipe(recipe_path, [dynamic, RAISED]))
 
 
 LISTED = {
@@ -163,8 +162,7 @@ def test_a_model_directory_without_a_tokenizer_is_named_with_what_to_copy(tiny_c
     message = (
         "no-tokenizer: got no tokenizer that can be loaded, expected one beside the model; copy"
     )
-    with pytest.raises(CocaError, match=message):
-        load_tokenizer(str(model))
+    refused(message, load_tokenizer, str(model))
 
 
 def test_a_tokenizer_of_another_model_is_refused_and_added_tokens_are_not(tiny_tokenizer, tmp_path):
@@ -173,8 +171,7 @@ def test_a_tokenizer_of_another_model_is_refused_and_added_tokens_are_not(tiny_t
     tokenizer.add_tokens(["[PAD]"], special_tokens=True)
     check_tokenizer(tokenizer, LlamaConfig(vocab_size=259))
     message = "a tokenizer with a token 258, expected one below the model's vocab_size, 99"
-    with pytest.raises(CocaError, match=message):
-        check_tokenizer(tokenizer, LlamaConfig(vocab_size=99))
+    refused(message, check_tokenizer, tokenizer, LlamaConfig(vocab_size=99))
 
 
 def test_a_text_that_names_an_added_token_which_the_model_has_not_is_refused(
@@ -241,8 +238,7 @@ def test_a_checkpoint_that_cannot_be_used_is_refused_before_anything_is_written(
     recipe_tree["teacher"] = str(tiny_llama_dir)
     recipe_tree[key] = str(shutil.copytree(recipe_tree[key], tmp_path / "copy"))
     change(tmp_path / "copy")
-    with pytest.raises(CocaError, match=message):
-        run_recipe(Recipe.model_validate(recipe_tree), tmp_path / "out")
+    refused(message, run_recipe, Recipe.model_validate(recipe_tree), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -274,8 +270,7 @@ def test_blocks_that_reach_beyond_the_teachers_positions_are_refused(
     check_teacher(within, student)
     assert check_positions(beyond, student) is None
     message = rf"data\.{key}: got 65, expected at most 64, the positions of the teacher .*a \("
-    with pytest.raises(CocaError, match=message):
-        check_teacher(beyond, student)
+    refused(message, check_teacher, beyond, student)
 
 
 def test_blocks_longer_than_the_model_was_trained_for_are_announced_by_the_run_and_the_plan(
@@ -351,13 +346,11 @@ FIXED = {
 @pytest.mark.parametrize(("setting", "expected"), FIXED.items())
 def test_a_field_that_the_weights_fix_is_not_overridden(recipe_path, setting, expected):
     message = rf"config\.\w+: got \S+, expected {expected}, as the weights of .* have it; leave it"
-    with pytest.raises(CocaError, match=message):
-        check_overrides(load_recipe(recipe_path, [f"config.{setting}"]))
+    refused(message, check_overrides, load_recipe(recipe_path, [f"config.{setting}"]))
 
 
 def assert_in_use(recipe, out):
-    with pytest.raises(CocaError, match="not empty; continue what is there with --resume"):
-        check_out(recipe, out, resume=False)
+    refused("not empty; continue what is there with --resume", check_out, recipe, out, resume=False)
 
 
 @pytest.mark.parametrize(("out", "prepared"), [("out", "out/blocks"), (".", "prepared")])
@@ -388,8 +381,7 @@ def test_an_optimizer_of_whole_weights_is_refused_where_fsdp2_shards_them(
     message = (
         rf"stages\.k: optim {optim}, .* {optim} cannot step, or not resume, weights that FSDP2 has"
     )
-    with pytest.raises(CocaError, match=message):
-        train(f"stages.k.optim={optim}")
+    refused(message, train, f"stages.k.optim={optim}")
     assert not (tmp_path / "out").exists()
 
 
@@ -417,8 +409,7 @@ def test_a_run_refuses_an_out_that_another_holds_under_any_name(
     other = Path(name) if name == "." else tmp_path / name
     with ExitStack() as first:
         lock(tmp_path / "out", first)
-        with pytest.raises(CocaError, match="another coca-train is writing it"):
-            run_recipe(load_recipe(recipe_path), other)
+        refused("another coca-train is writing it", run_recipe, load_recipe(recipe_path), other)
         assert not any((tmp_path / "out").iterdir())
 
 
