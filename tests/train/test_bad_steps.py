@@ -17,6 +17,7 @@ from coca_hf import CocaError
 from coca_hf.train import objectives, preflight
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.run_directory import last_checkpoint
+from tests.conftest import refused
 from tests.train.corpora import corpus_of, tokens_of
 from tests.train.results import assert_same_weights, changed, log_lines, logged, record, weights
 
@@ -42,8 +43,7 @@ def bad_losses(monkeypatch):
 
 def test_a_diverging_run_stops_and_keeps_the_last_checkpoint(train, tmp_path):
     message = r"2-qkv/trainer: the loss of step 2 is nan, bad step 1 in a row .* lower learning_r"
-    with pytest.raises(CocaError, match=message):
-        train("stages.qkv.learning_rate=1e30", "training.save_steps=1", stage=None)
+    refused(message, train, "stages.qkv.learning_rate=1e30", "training.save_steps=1", stage=None)
     assert (tmp_path / "out/1-k/training.json").exists()
     assert last_checkpoint(tmp_path / "out/2-qkv/trainer").name == "checkpoint-1"
     assert not (tmp_path / "out/2-qkv/training.json").exists()
@@ -176,8 +176,7 @@ def test_a_float16_gradient_that_overflows_at_every_scale_is_bad(train, scaler, 
 
     monkeypatch.setattr(Trainer, "training_step", training_step)
     message = r"the loss of step 21 is \S+, but its gradient's norm is inf"
-    with pytest.raises(CocaError, match=message):
-        train(*FLOAT16, "stages.k.max_steps=40")
+    refused(message, train, *FLOAT16, "stages.k.max_steps=40")
 
 
 def test_a_float16_spike_leaves_no_trace(train, scaler, bad_losses, tmp_path, monkeypatch):

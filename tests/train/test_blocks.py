@@ -20,7 +20,7 @@ from coca_hf.train import data, run_directory
 from coca_hf.train.processes import EXIT_STOPPED, Stopped
 from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import prepare_recipe, run_recipe
-from tests.conftest import flip
+from tests.conftest import flip, refused
 from tests.train.corpora import make_corpus, tokens_of
 from tests.train.results import logged, no_file_above
 
@@ -235,8 +235,7 @@ def test_a_file_that_changes_or_appears_while_its_blocks_are_prepared_leaves_non
             (texts / directory / name).write_text(before.replace("1", "2"))
 
     changing = corpus(check_stop=change)
-    with pytest.raises(CocaError, match=rf"{name}: changed while its blocks were prepared"):
-        changing.prepare(60)
+    refused(rf"{name}: changed while its blocks were prepared", changing.prepare, 60)
     (texts / "words/5.txt").unlink(missing_ok=True)
     (texts / "digits.jsonl").write_text(before)
     assert not corpus().has(1)
@@ -253,8 +252,7 @@ def test_blocks_are_refused_inside_a_source_and_nothing_is_made_there(
     files = [*(tmp_path / "words").rglob("*")]
     inside = corpus(tmp_path / "words" / prepared)
     for work in (inside.pin_, inside.check, lambda: inside.prepare(5)):
-        with pytest.raises(CocaError, match=r"data\.prepared: got .*words.* inside the source "):
-            work()
+        refused(r"data\.prepared: got .*words.* inside the source ", work)
     assert [*(tmp_path / "words").rglob("*")] == files
 
 
@@ -384,8 +382,7 @@ def test_a_read_only_directory_is_refused_before_out_unless_it_has_the_blocks(
         os, "access", lambda path, *mode: path not in read_only and real(path, *mode)
     )
     setting = f"data.prepared={shared}"
-    with pytest.raises(CocaError, match="shared: cannot be written; choose another data"):
-        train(setting)
+    refused("shared: cannot be written; choose another data", train, setting)
     (tmp_path / "file").write_text("")
     with pytest.raises(CocaError, match="file: cannot be written; choose another data"):
         train(f"data.prepared={tmp_path}/file/blocks")
@@ -405,8 +402,7 @@ def test_complete_blocks_on_a_read_only_disk_are_checked_and_damaged_ones_refuse
     assert tokens_of(corpus().prepare(100)) == plain[:100]
     flip(directory / "source-0.bin", 5)
     for damaged_or_too_few in (100, 400):
-        with pytest.raises(CocaError, match=r"cannot be written: .*Read-only file system"):
-            corpus().prepare(damaged_or_too_few)
+        refused(r"cannot be written: .*Read-only file system", corpus().prepare, damaged_or_too_few)
 
 
 def test_a_source_that_holding_out_leaves_too_short_is_refused_before_out(train, tmp_path):

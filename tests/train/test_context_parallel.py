@@ -22,7 +22,7 @@ from coca_hf.train.preflight import check_model_for_context_parallel, resolve_st
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
-from tests.conftest import TINY
+from tests.conftest import TINY, refused
 from tests.train.corpora import corpus_of, tokens_of
 from tests.train.layouts import DDP, FSDP2, Run, interrupt_in_step, launch, succeed
 from tests.train.results import assert_same_weights, logged, record
@@ -178,8 +178,7 @@ def test_steps_count_groups_and_not_processes(recipes):
     assert recipe.num_blocks(32) == 2 * 8 * 2
     assert recipe.accumulation(stage, 32) == 1
     message = r"stages\.k: got context_parallel_size 4 on 6 processes, expected a divisor"
-    with pytest.raises(CocaError, match=message):
-        recipe.num_blocks(6)
+    refused(message, recipe.num_blocks, 6)
 
 
 def test_a_block_of_more_gpus_than_there_are_is_refused_in_one_line(recipes, tmp_path, monkeypatch):
@@ -190,8 +189,7 @@ def test_a_block_of_more_gpus_than_there_are_is_refused_in_one_line(recipes, tmp
     for name in ("ACCELERATE_USE_FSDP", "FSDP_VERSION"):
         monkeypatch.setenv(name, FSDP2[name])
     message = r"stages\.k: got context_parallel_size 2 on 1 processes, expected a divisor"
-    with pytest.raises(CocaError, match=message):
-        resolve_stages(recipe, tmp_path / "out")
+    refused(message, resolve_stages, recipe, tmp_path / "out")
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
@@ -214,8 +212,7 @@ def test_a_model_whose_blocks_cannot_be_split_is_refused(reason):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **options)
     message = f"stages.k: context_parallel_size cannot be used with .*{reason}"
-    with pytest.raises(CocaError, match=message):
-        check_model_for_context_parallel(model, "stages.k")
+    refused(message, check_model_for_context_parallel, model, "stages.k")
 
 
 @pytest.mark.real

@@ -9,6 +9,7 @@ from coca_hf.documents import read_documents
 from coca_hf.train import data
 from coca_hf.train.data import DealtBlocks
 from coca_hf.train.recipe import Source
+from tests.conftest import refused
 from tests.train.corpora import make_corpus, tokens_of
 
 SEQ_LEN = 20
@@ -149,17 +150,14 @@ def test_a_link_to_a_file_that_is_gone_or_cannot_be_read_is_refused(corpus, tmp_
 def test_options_that_its_files_do_not_have_are_refused_for_a_source(words, digits, corpus, method):
     split = digits.model_copy(update={"split": "test", "subset": "big"})
     message = r"digits\.jsonl: got split, subset, which only data sets on the hub have"
-    with pytest.raises(CocaError, match=message):
-        method(corpus(split))
+    refused(message, method, corpus(split))
     message = "got column, which only files of rows have; leave it out"
-    with pytest.raises(CocaError, match=message):
-        method(corpus(words.model_copy(update={"column": "code"})))
+    refused(message, method, corpus(words.model_copy(update={"column": "code"})))
 
 
 def test_a_tokenizer_without_eos_is_refused(words, corpus, tiny_tokenizer, monkeypatch):
     monkeypatch.setattr(type(tiny_tokenizer), "eos_token_id", None, raising=False)
-    with pytest.raises(CocaError, match="no eos token"):
-        corpus(words)
+    refused("no eos token", corpus, words)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])

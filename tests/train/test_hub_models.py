@@ -8,10 +8,10 @@ from huggingface_hub import constants
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import save_file
 
-from coca_hf import CocaError
 from coca_hf.train import model
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
+from tests.conftest import refused
 from tests.train.results import assert_same_weights, changed, record, weights
 
 FIRST, SECOND = "1" * 40, "2" * 40
@@ -83,6 +83,5 @@ def test_a_revision_that_is_not_there_is_one_line(hub, recipe_path, tmp_path):
     for key in ("model", "teacher"):
         recipe = load_recipe(recipe_path, [f"{key}=somebody/coca@v3"])
         message = "somebody/coca@v3: cannot be loaded, expected a model directory or hub id"
-        with pytest.raises(CocaError, match=message):
-            run_recipe(recipe, tmp_path / "out")
+        refused(message, run_recipe, recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()

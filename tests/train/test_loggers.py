@@ -18,6 +18,7 @@ import yaml
 from coca_hf import CocaError
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
+from tests.conftest import refused
 from tests.train.conftest import make_recipe_tree
 from tests.train.layouts import Run, before_each_step, launch, succeed
 from tests.train.results import STAGES, log_lines
@@ -137,8 +138,7 @@ def test_a_logger_that_is_not_there_is_refused_before_anything_is_written(
     for package in ("tensorboard", "wandb", "trackio"):
         monkeypatch.setattr(f"{utils}.is_{package}_available", lambda: False)
     recipe = load_recipe(recipe_path, [f"training.report_to={name}"])
-    with pytest.raises(CocaError, match=f"stages.k.report_to: {NOT_THERE[name]}"):
-        run_recipe(recipe, tmp_path / "out")
+    refused(f"stages.k.report_to: {NOT_THERE[name]}", run_recipe, recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -165,5 +165,4 @@ def test_an_account_that_is_missing_is_one_line(train, monkeypatch):
 
     monkeypatch.setattr(wandb, "init", init)
     message = "report_to: wandb begins no run: No API key configured.; WANDB_MODE=offline needs no account"
-    with pytest.raises(CocaError, match=message):
-        train("training.report_to=wandb", stage=None)
+    refused(message, train, "training.report_to=wandb", stage=None)

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
-from coca_hf import CocaError, CocaGraniteConfig, CocaGraniteForCausalLM
+from coca_hf import CocaGraniteConfig, CocaGraniteForCausalLM
 from coca_hf.train import objectives
 from coca_hf.train.model import load_model
 from coca_hf.train.objectives import linear_cross_entropy
@@ -19,7 +19,7 @@ from coca_hf.train.preflight import check_kernels, resolve_stages
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer, held_out_loss
-from tests.conftest import TINY
+from tests.conftest import TINY, refused
 from tests.train.conftest import make_recipe_tree
 from tests.train.results import assert_same_weights, logged, weights
 
@@ -175,8 +175,7 @@ def test_a_fused_cross_entropy_of_a_model_that_caps_its_logits_is_refused(
     message = (
         r"stages\.a: got fused_cross_entropy with final_logit_softcapping 30\.0, which would cap"
     )
-    with pytest.raises(CocaError, match=message):
-        check_kernels(load_recipe(recipe_path, [*settings, fused]))
+    refused(message, check_kernels, load_recipe(recipe_path, [*settings, fused]))
 
 
 class Largest(TorchDispatchMode):
@@ -261,8 +260,7 @@ def test_a_launch_that_would_train_otherwise_than_the_recipe_says_is_refused(
 ):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(CocaError, match=message):
-        train(*settings, stage=None)
+    refused(message, train, *settings, stage=None)
     assert not (tmp_path / "out").exists()
 
 

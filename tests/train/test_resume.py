@@ -29,7 +29,7 @@ from coca_hf.train.recipe import Recipe, load_recipe
 from coca_hf.train.run_directory import last_checkpoint, saved_checkpoints
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer, _Unpickler, load_state, save_state
-from tests.conftest import flip
+from tests.conftest import flip, refused
 from tests.train.conftest import make_recipe_tree
 from tests.train.layouts import Run, before_each_step, interrupted_in_step, launch
 from tests.train.results import STAGES, assert_same_weights, logged, no_file_above, record, timeless
@@ -249,8 +249,7 @@ def test_an_empty_directory_resumes_to_a_fresh_run(recipe_path, tmp_path):
 )
 def test_an_out_that_is_a_file_or_below_one_is_refused_in_one_line(train, tmp_path, out, message):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CocaError, match=message):
-        train(stage=None, out=tmp_path / out)
+    refused(message, train, stage=None, out=tmp_path / out)
 
 
 def test_an_interrupted_stage_with_adapters_and_a_teacher_resumes_to_the_same_bits(
@@ -287,8 +286,7 @@ def first_stage(unbroken, tmp_path) -> Path:
 def test_a_changed_result_of_the_stage_before_is_refused(train, first_stage, name):
     (change_epsilon if name == "config.json" else flip)(first_stage / "1-k" / name)
     message = rf"1-k/{name}: got xxh3_128 \w{{32}}, expected \w{{32}} as training.json"
-    with pytest.raises(CocaError, match=message):
-        train(stage=None, resume=True)
+    refused(message, train, stage=None, resume=True)
     assert not (first_stage / "2-qkv/training.json").exists()
 
 
@@ -326,8 +324,7 @@ def test_a_damaged_checkpoint_is_named(interrupted, tmp_path, damage, file):
         (out / "1-k/trainer" / name).mkdir()
     recipe = load_recipe(interrupted / "recipe.yaml")
     message = r"checkpoint-4: cannot be read \(.*delete it: --resume then continues"
-    with pytest.raises(CocaError, match=message):
-        run_recipe(recipe, out, stage="k", resume=True)
+    refused(message, run_recipe, recipe, out, stage="k", resume=True)
 
 
 LOST = "another process of this run has ended"
@@ -475,8 +472,7 @@ def test_the_same_files_in_another_order_are_refused(train, tmp_path):
 
 def test_another_number_of_blocks_a_step_is_refused(train, unbroken):
     message = "other inputs: blocks_per_step.k was 4, now 8; .* keep the product of processes, per_"
-    with pytest.raises(CocaError, match=message):
-        train("training.per_device_train_batch_size=8", out=unbroken, resume=True)
+    refused(message, train, "training.per_device_train_batch_size=8", out=unbroken, resume=True)
 
 
 DAMAGED = {
@@ -489,8 +485,7 @@ DAMAGED = {
 def test_a_damaged_record_is_named(train, first_stage, name):
     for content in DAMAGED[name]:
         (first_stage / name).write_text(content)
-        with pytest.raises(CocaError, match=f"{name}: "):
-            train(stage=None, resume=True)
+        refused(f"{name}: ", train, stage=None, resume=True)
 
 
 def test_a_run_without_the_record_of_its_inputs_is_refused_because_they_may_be_others(
@@ -498,8 +493,7 @@ def test_a_run_without_the_record_of_its_inputs_is_refused_because_they_may_be_o
 ):
     (first_stage / "inputs.json").unlink()
     message = r"inputs\.json: missing, expected .* that the run began with; restore the file, or"
-    with pytest.raises(CocaError, match=message):
-        train(stage=None, resume=True)
+    refused(message, train, stage=None, resume=True)
     assert sorted(path.name for path in first_stage.iterdir()) == ["1-k", "recipe.yaml"]
 
 
