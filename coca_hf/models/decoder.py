@@ -307,6 +307,7 @@ class CocaDecoderLayer(LlamaDecoderLayer):
 
 class CocaPreTrainedModel(PushesItsCard, LlamaPreTrainedModel):
     config: CocaConfig
+    _no_split_modules: list[str] | None = None  # `CocaModel` has its layers
     _can_record_outputs = {"hidden_states": GradientCheckpointingLayer, "attentions": CocaAttention}
     default_attention: ClassVar[str | None] = None  # coca_hf.kernels sets it on CUDA builds
 
@@ -344,6 +345,7 @@ class CocaModel(CocaPreTrainedModel):
         self.norm = self.layer_class.make_norm(config)
         self.rotary_emb = CocaRotaryEmbedding(config)
         self.gradient_checkpointing = False
+        self._no_split_modules = [self.layer_class.__name__]
         self.post_init()
 
     @merge_with_config_defaults
@@ -639,11 +641,11 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
         )
 
 
-def classifiers(base: type[CocaPreTrainedModel], model: type[CocaModel]) -> tuple[Any, Any]:
+def classifiers(model: type[CocaModel]) -> tuple[Any, Any]:
     """A family's models with transformers' heads for sequences and for tokens, over its `model`.
 
-    base: the family's `PreTrainedModel`. All three are registered with transformers' Auto classes:
-    the heads build their model with `AutoModel`, even if this code came with a checkpoint.
+    All three are registered with transformers' Auto classes: the heads build their model with
+    `AutoModel`, even if this code came with a checkpoint.
     """
     config, family = model.config_class, model.__name__.removesuffix("Model")
     AutoModel.register(config, model)
@@ -655,6 +657,7 @@ def classifiers(base: type[CocaPreTrainedModel], model: type[CocaModel]) -> tupl
         (AutoModelForTokenClassification, GenericForTokenClassification),
     ):
         name = head.__name__.replace("Generic", family)
-        made.append(type(name, (head, base), {"__module__": model.__module__}))
+        own = {"__module__": model.__module__, "config_class": config}
+        made.append(type(name, (head, CocaPreTrainedModel), own))
         auto.register(config, made[-1])
     return made[0], made[1]

@@ -22,14 +22,7 @@ from torch.nn.functional import dropout
 from transformers import GenerationMixin, GPTNeoXConfig
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP
 
-from .decoder import (
-    CocaConfig,
-    CocaDecoderLayer,
-    CocaForCausalLM,
-    CocaModel,
-    CocaPreTrainedModel,
-    classifiers,
-)
+from .decoder import CocaConfig, CocaDecoderLayer, CocaForCausalLM, CocaModel, classifiers
 
 
 @strict
@@ -79,22 +72,19 @@ class CocaGPTNeoXDecoderLayer(CocaDecoderLayer):
         return attended + dropout(mlp, self.dropout, self.training)
 
 
-class CocaGPTNeoXPreTrainedModel(CocaPreTrainedModel):
+class CocaGPTNeoXModel(CocaModel):
     config: CocaGPTNeoXConfig
-    _no_split_modules = ["CocaGPTNeoXDecoderLayer"]
-
-
-class CocaGPTNeoXModel(CocaGPTNeoXPreTrainedModel, CocaModel):
     layer_class = CocaGPTNeoXDecoderLayer
 
     def before_layers(self, inputs_embeds: Tensor) -> Tensor:
         return dropout(inputs_embeds, self.config.hidden_dropout, self.training)
 
 
-class CocaGPTNeoXForCausalLM(CocaGPTNeoXPreTrainedModel, CocaForCausalLM, GenerationMixin):
+class CocaGPTNeoXForCausalLM(CocaForCausalLM, GenerationMixin):
+    config: CocaGPTNeoXConfig
     model_class = CocaGPTNeoXModel
 
 
 CocaGPTNeoXForSequenceClassification, CocaGPTNeoXForTokenClassification = classifiers(
-    CocaGPTNeoXPreTrainedModel, CocaGPTNeoXModel
+    CocaGPTNeoXModel
 )

@@ -8,15 +8,7 @@ from transformers import GenerationMixin, GraniteConfig
 from transformers.models.granite.modeling_granite import GraniteDecoderLayer, GraniteForCausalLM
 
 from .attention import QUERY_SCALE, CocaAttention, KeptAttention
-from .decoder import (
-    CocaConfig,
-    CocaDecoderLayer,
-    CocaForCausalLM,
-    CocaModel,
-    CocaPreTrainedModel,
-    classifiers,
-    t_plan,
-)
+from .decoder import CocaConfig, CocaDecoderLayer, CocaForCausalLM, CocaModel, classifiers, t_plan
 
 
 @strict
@@ -50,12 +42,8 @@ class CocaGraniteDecoderLayer(CocaDecoderLayer):
         self.residual_multiplier = config.residual_multiplier
 
 
-class CocaGranitePreTrainedModel(CocaPreTrainedModel):
+class CocaGraniteModel(CocaModel):
     config: CocaGraniteConfig
-    _no_split_modules = ["CocaGraniteDecoderLayer"]
-
-
-class CocaGraniteModel(CocaGranitePreTrainedModel, CocaModel):
     layer_class = CocaGraniteDecoderLayer
 
     def before_layers(self, inputs_embeds: Tensor) -> Tensor:
@@ -65,11 +53,12 @@ class CocaGraniteModel(CocaGranitePreTrainedModel, CocaModel):
         return inputs_embeds * self.config.embedding_multiplier
 
 
-class CocaGraniteForCausalLM(CocaGranitePreTrainedModel, CocaForCausalLM, GenerationMixin):
+class CocaGraniteForCausalLM(CocaForCausalLM, GenerationMixin):
+    config: CocaGraniteConfig
     model_class = CocaGraniteModel
     forward = GraniteForCausalLM.forward
 
 
 CocaGraniteForSequenceClassification, CocaGraniteForTokenClassification = classifiers(
-    CocaGranitePreTrainedModel, CocaGraniteModel
+    CocaGraniteModel
 )

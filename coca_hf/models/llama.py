@@ -5,15 +5,7 @@ is LLaMA's own.
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationMixin, LlamaConfig
 
-from .decoder import (
-    CocaConfig,
-    CocaDecoderLayer,
-    CocaForCausalLM,
-    CocaModel,
-    CocaPreTrainedModel,
-    classifiers,
-    t_plan,
-)
+from .decoder import CocaConfig, CocaDecoderLayer, CocaForCausalLM, CocaModel, classifiers, t_plan
 
 
 @strict
@@ -26,19 +18,14 @@ class CocaLlamaDecoderLayer(CocaDecoderLayer):
     pass
 
 
-class CocaLlamaPreTrainedModel(CocaPreTrainedModel):
+class CocaLlamaModel(CocaModel):
     config: CocaLlamaConfig
-    _no_split_modules = ["CocaLlamaDecoderLayer"]
-
-
-class CocaLlamaModel(CocaLlamaPreTrainedModel, CocaModel):
     layer_class = CocaLlamaDecoderLayer
 
 
-class CocaLlamaForCausalLM(CocaLlamaPreTrainedModel, CocaForCausalLM, GenerationMixin):
+class CocaLlamaForCausalLM(CocaForCausalLM, GenerationMixin):
+    config: CocaLlamaConfig
     model_class = CocaLlamaModel
 
 
-CocaLlamaForSequenceClassification, CocaLlamaForTokenClassification = classifiers(
-    CocaLlamaPreTrainedModel, CocaLlamaModel
-)
+CocaLlamaForSequenceClassification, CocaLlamaForTokenClassification = classifiers(CocaLlamaModel)

@@ -6,15 +6,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import GenerationMixin, MistralConfig
 from transformers.models.mistral.modeling_mistral import MistralMLP, MistralRMSNorm
 
-from .decoder import (
-    CocaConfig,
-    CocaDecoderLayer,
-    CocaForCausalLM,
-    CocaModel,
-    CocaPreTrainedModel,
-    classifiers,
-    t_plan,
-)
+from .decoder import CocaConfig, CocaDecoderLayer, CocaForCausalLM, CocaModel, classifiers, t_plan
 
 
 @strict
@@ -29,19 +21,16 @@ class CocaMistralDecoderLayer(CocaDecoderLayer):
     norm_class = MistralRMSNorm
 
 
-class CocaMistralPreTrainedModel(CocaPreTrainedModel):
+class CocaMistralModel(CocaModel):
     config: CocaMistralConfig
-    _no_split_modules = ["CocaMistralDecoderLayer"]
-
-
-class CocaMistralModel(CocaMistralPreTrainedModel, CocaModel):
     layer_class = CocaMistralDecoderLayer
 
 
-class CocaMistralForCausalLM(CocaMistralPreTrainedModel, CocaForCausalLM, GenerationMixin):
+class CocaMistralForCausalLM(CocaForCausalLM, GenerationMixin):
+    config: CocaMistralConfig
     model_class = CocaMistralModel
 
 
 CocaMistralForSequenceClassification, CocaMistralForTokenClassification = classifiers(
-    CocaMistralPreTrainedModel, CocaMistralModel
+    CocaMistralModel
 )

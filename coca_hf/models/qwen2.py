@@ -8,15 +8,7 @@ from transformers import GenerationMixin, Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
 
 from .attention import CocaAttention, KeptAttention
-from .decoder import (
-    CocaConfig,
-    CocaDecoderLayer,
-    CocaForCausalLM,
-    CocaModel,
-    CocaPreTrainedModel,
-    classifiers,
-    t_plan,
-)
+from .decoder import CocaConfig, CocaDecoderLayer, CocaForCausalLM, CocaModel, classifiers, t_plan
 
 
 @strict
@@ -52,19 +44,14 @@ class CocaQwen2DecoderLayer(CocaDecoderLayer):
     norm_class = Qwen2RMSNorm
 
 
-class CocaQwen2PreTrainedModel(CocaPreTrainedModel):
+class CocaQwen2Model(CocaModel):
     config: CocaQwen2Config
-    _no_split_modules = ["CocaQwen2DecoderLayer"]
-
-
-class CocaQwen2Model(CocaQwen2PreTrainedModel, CocaModel):
     layer_class = CocaQwen2DecoderLayer
 
 
-class CocaQwen2ForCausalLM(CocaQwen2PreTrainedModel, CocaForCausalLM, GenerationMixin):
+class CocaQwen2ForCausalLM(CocaForCausalLM, GenerationMixin):
+    config: CocaQwen2Config
     model_class = CocaQwen2Model
 
 
-CocaQwen2ForSequenceClassification, CocaQwen2ForTokenClassification = classifiers(
-    CocaQwen2PreTrainedModel, CocaQwen2Model
-)
+CocaQwen2ForSequenceClassification, CocaQwen2ForTokenClassification = classifiers(CocaQwen2Model)

@@ -20,15 +20,7 @@ from transformers import GenerationMixin, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from .attention import CocaAttention, KeptAttention
-from .decoder import (
-    CocaConfig,
-    CocaDecoderLayer,
-    CocaForCausalLM,
-    CocaModel,
-    CocaPreTrainedModel,
-    classifiers,
-    t_plan,
-)
+from .decoder import CocaConfig, CocaDecoderLayer, CocaForCausalLM, CocaModel, classifiers, t_plan
 
 
 @strict
@@ -62,19 +54,14 @@ class CocaQwen3DecoderLayer(CocaDecoderLayer):
     norm_class = Qwen3RMSNorm
 
 
-class CocaQwen3PreTrainedModel(CocaPreTrainedModel):
+class CocaQwen3Model(CocaModel):
     config: CocaQwen3Config
-    _no_split_modules = ["CocaQwen3DecoderLayer"]
-
-
-class CocaQwen3Model(CocaQwen3PreTrainedModel, CocaModel):
     layer_class = CocaQwen3DecoderLayer
 
 
-class CocaQwen3ForCausalLM(CocaQwen3PreTrainedModel, CocaForCausalLM, GenerationMixin):
+class CocaQwen3ForCausalLM(CocaForCausalLM, GenerationMixin):
+    config: CocaQwen3Config
     model_class = CocaQwen3Model
 
 
-CocaQwen3ForSequenceClassification, CocaQwen3ForTokenClassification = classifiers(
-    CocaQwen3PreTrainedModel, CocaQwen3Model
-)
+CocaQwen3ForSequenceClassification, CocaQwen3ForTokenClassification = classifiers(CocaQwen3Model)

@@ -12,7 +12,6 @@ from .decoder import (
     CocaDecoderLayer,
     CocaForCausalLM,
     CocaModel,
-    CocaPreTrainedModel,
     classifiers,
     kept_plan,
     t_plan,
@@ -50,19 +49,16 @@ class CocaSmolLM3DecoderLayer(CocaDecoderLayer):
     kept_attention_class = KeptSmolLM3Attention
 
 
-class CocaSmolLM3PreTrainedModel(CocaPreTrainedModel):
+class CocaSmolLM3Model(CocaModel):
     config: CocaSmolLM3Config
-    _no_split_modules = ["CocaSmolLM3DecoderLayer"]
-
-
-class CocaSmolLM3Model(CocaSmolLM3PreTrainedModel, CocaModel):
     layer_class = CocaSmolLM3DecoderLayer
 
 
-class CocaSmolLM3ForCausalLM(CocaSmolLM3PreTrainedModel, CocaForCausalLM, GenerationMixin):
+class CocaSmolLM3ForCausalLM(CocaForCausalLM, GenerationMixin):
+    config: CocaSmolLM3Config
     model_class = CocaSmolLM3Model
 
 
 CocaSmolLM3ForSequenceClassification, CocaSmolLM3ForTokenClassification = classifiers(
-    CocaSmolLM3PreTrainedModel, CocaSmolLM3Model
+    CocaSmolLM3Model
 )
