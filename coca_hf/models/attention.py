@@ -230,7 +230,8 @@ class CocaAttention(nn.Module):
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = self.head_dim**-0.5 / QUERY_SCALE
+        plain_scaling = getattr(config, "attention_multiplier", self.head_dim**-0.5)  # Granite's
+        self.scaling = plain_scaling / QUERY_SCALE
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
         self.sliding_window = (
@@ -242,7 +243,8 @@ class CocaAttention(nn.Module):
         self.q_proj = nn.Linear(hidden, heads * self.head_dim, bias=config.attention_bias)
         self.t_proj = nn.Linear(hidden, kv_heads * self.head_dim // 2, bias=config.attention_bias)
         self.v_proj = nn.Linear(hidden, kv_heads * self.head_dim, bias=config.attention_bias)
-        self.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=config.attention_bias)
+        output_bias = getattr(config, "output_bias", config.attention_bias)  # Qwen2 has none
+        self.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=output_bias)
 
     @property
     def content(self) -> ContentPairs:

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, GraniteConfig
 from transformers.models.granite.modeling_granite import GraniteDecoderLayer, GraniteForCausalLM
 
-from .attention import QUERY_SCALE, CocaAttention, KeptAttention
 from .decoder import CocaConfig, CocaDecoderLayer, CocaForCausalLM, CocaModel, classifiers, t_plan
 
 
@@ -22,19 +21,7 @@ class CocaGraniteConfig(GraniteConfig, CocaConfig):
         return 1 / self.logits_scaling
 
 
-class CocaGraniteAttention(CocaAttention):
-    def __init__(self, config: CocaGraniteConfig, layer_idx: int):
-        super().__init__(config, layer_idx)
-        self.scaling = config.attention_multiplier / QUERY_SCALE
-
-
-class KeptGraniteAttention(KeptAttention, CocaGraniteAttention):
-    pass
-
-
 class CocaGraniteDecoderLayer(CocaDecoderLayer):
-    attention_class = CocaGraniteAttention
-    kept_attention_class = KeptGraniteAttention
     forward = GraniteDecoderLayer.forward
 
     def __init__(self, config: CocaGraniteConfig, layer_idx: int):

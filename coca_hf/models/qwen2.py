@@ -3,11 +3,9 @@ by layer.
 """
 
 from huggingface_hub.dataclasses import strict
-from torch import nn
 from transformers import GenerationMixin, Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
 
-from .attention import CocaAttention, KeptAttention
 from .decoder import CocaConfig, CocaDecoderLayer, CocaForCausalLM, CocaModel, classifiers, t_plan
 
 
@@ -16,6 +14,7 @@ class CocaQwen2Config(Qwen2Config, CocaConfig):
     model_type = "coca_qwen2"
     base_model_tp_plan = t_plan(Qwen2Config.base_model_tp_plan)
     attention_bias = True  # on q, t and v; Qwen2 has no field for it
+    output_bias = False
 
     # some checkpoints set it, and Qwen2Attention reads it
     head_dim: int | None = None  # type: ignore[assignment]
@@ -25,21 +24,7 @@ class CocaQwen2Config(Qwen2Config, CocaConfig):
         super().__post_init__(**kwargs)
 
 
-class CocaQwen2Attention(CocaAttention):
-    def __init__(self, config: CocaQwen2Config, layer_idx: int):
-        super().__init__(config, layer_idx)
-        self.o_proj = nn.Linear(
-            config.num_attention_heads * self.head_dim, config.hidden_size, bias=False
-        )
-
-
-class KeptQwen2Attention(KeptAttention, CocaQwen2Attention):
-    pass
-
-
 class CocaQwen2DecoderLayer(CocaDecoderLayer):
-    attention_class = CocaQwen2Attention
-    kept_attention_class = KeptQwen2Attention
     mlp_class = Qwen2MLP
     norm_class = Qwen2RMSNorm
 
