@@ -69,13 +69,8 @@ class ReferenceCocaAttention(CocaAttention):
     and with eager masks.
     """
 
-    def forward(
-        self,
-        hidden_states,
-        position_embeddings,
-        attention_mask=None,
-        past_key_values=None,
-        **kwargs,
+    def forward(  # type: ignore[override]  # an eager mask is always there
+        self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
     ):
         if kwargs.get(CACHE, past_key_values) is not None:
             raise ValueError(
@@ -85,12 +80,7 @@ class ReferenceCocaAttention(CocaAttention):
         q, t, value = self.project(hidden_states)
         cos, sin = (part.unsqueeze(1) for part in position_embeddings)
         scores = coca_scores(q, t, cos, sin, self.config.coca_constraint, self.content)
-        scores = scores * (self.scaling * QUERY_SCALE)
-        if attention_mask is None:
-            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-            scores = scores.masked_fill(future, torch.finfo(scores.dtype).min)
-        else:
-            scores = scores + attention_mask
+        scores = scores * (self.scaling * QUERY_SCALE) + attention_mask
         weights = scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(
             q.dtype
         )
