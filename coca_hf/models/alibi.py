@@ -71,16 +71,10 @@ class AlibiLlamaConfig(LlamaConfig):
         }
 
 
-class NoRotation(nn.Module):
-    """cos and sin of angle zero, each (1, m, d), for LLaMA's blocks."""
-
-    def __init__(self, head_dim: int):
-        super().__init__()
-        self.head_dim = head_dim
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        cos = x.new_ones(1, x.shape[1], self.head_dim)
-        return cos, torch.zeros_like(cos)
+def no_rotation(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The cos and sin of angle zero, each (1, m, 1), for LLaMA's blocks."""
+    cos = x.new_ones(1, x.shape[1], 1)
+    return cos, torch.zeros_like(cos)
 
 
 class AlibiLlamaPreTrainedModel(LlamaPreTrainedModel):
@@ -106,7 +100,7 @@ class AlibiLlamaModel(AlibiLlamaPreTrainedModel, LlamaModel):
             [LlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers)]
         )
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = NoRotation(config.head_dim)
+        self.rotary_emb = no_rotation
         self.gradient_checkpointing = False
         self.post_init()
 
