@@ -83,6 +83,7 @@ class CocaConfig(PreTrainedConfig):
 
     # makes save_pretrained copy the modelling files, as register_for_auto_class would
     _auto_class = "AutoConfig"
+    mlp_bias = False  # of families that have none, and no field for it
 
     coca_constraint: Literal["slack", "strict"] = "slack"
     coca_kept_layers: list[int] = field(default_factory=list)
@@ -285,7 +286,6 @@ class CocaDecoderLayer(LlamaDecoderLayer):
     attention_class: type[CocaAttention] = CocaAttention
     kept_attention_class: type[KeptAttention] = KeptAttention
     mlp_class: type[nn.Module] = LlamaMLP
-    norm_class: type[nn.Module] = LlamaRMSNorm
 
     def __init__(self, config: CocaConfig, layer_idx: int):
         # not LlamaDecoderLayer's, which would build the attention twice
@@ -302,7 +302,7 @@ class CocaDecoderLayer(LlamaDecoderLayer):
     @classmethod
     def make_norm(cls, config: Any) -> nn.Module:
         """A norm of a layer; the one after the last layer is of the same kind."""
-        return cls.norm_class(config.hidden_size, eps=config.rms_norm_eps)
+        return LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
 
 class CocaPreTrainedModel(PushesItsCard, LlamaPreTrainedModel):

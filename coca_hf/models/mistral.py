@@ -4,7 +4,6 @@ Mistral's own.
 
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationMixin, MistralConfig
-from transformers.models.mistral.modeling_mistral import MistralMLP, MistralRMSNorm
 
 from .decoder import CocaConfig, CocaDecoderLayer, CocaForCausalLM, CocaModel, classifiers, t_plan
 
@@ -17,8 +16,7 @@ class CocaMistralConfig(MistralConfig, CocaConfig):
 
 
 class CocaMistralDecoderLayer(CocaDecoderLayer):
-    mlp_class = MistralMLP
-    norm_class = MistralRMSNorm
+    pass
 
 
 class CocaMistralModel(CocaModel):

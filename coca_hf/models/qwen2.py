@@ -4,7 +4,6 @@ by layer.
 
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationMixin, Qwen2Config
-from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
 
 from .decoder import CocaConfig, CocaDecoderLayer, CocaForCausalLM, CocaModel, classifiers, t_plan
 
@@ -25,8 +24,7 @@ class CocaQwen2Config(Qwen2Config, CocaConfig):
 
 
 class CocaQwen2DecoderLayer(CocaDecoderLayer):
-    mlp_class = Qwen2MLP
-    norm_class = Qwen2RMSNorm
+    pass
 
 
 class CocaQwen2Model(CocaModel):

@@ -17,7 +17,7 @@ and 4.44 / 4.18 (strict); RMSNorm of t before the ReLU 5.12 / 4.83 and 4.54 / 4.
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 from transformers import GenerationMixin, Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from .attention import CocaAttention, KeptAttention
 from .decoder import CocaConfig, CocaDecoderLayer, CocaForCausalLM, CocaModel, classifiers, t_plan
@@ -50,8 +50,6 @@ class KeptQwen3Attention(KeptAttention, CocaQwen3Attention):
 class CocaQwen3DecoderLayer(CocaDecoderLayer):
     attention_class = CocaQwen3Attention
     kept_attention_class = KeptQwen3Attention
-    mlp_class = Qwen3MLP
-    norm_class = Qwen3RMSNorm
 
 
 class CocaQwen3Model(CocaModel):
