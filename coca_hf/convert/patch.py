@@ -50,13 +50,8 @@ def patch_(
     The initialisation is that of `convert_checkpoint`. All weights except the keys' remain the same
     parameters; the fused projections of GPT-NeoX and Phi-3 are split, so their queries and values
     are new parameters, too. Other models in the process do not change. keep_original: hold on to
-    what is replaced, and to its memory, so `unpatch_` can restore it. keep_layers: numbers, from 0,
-    of the layers that keep the original's attention; keep_window: tokens that these attend to, all
-    by default; content_pairs: how many of a head's pairs, the slowest ones, are content pairs
-    (`ContentPairs`), or `auto`, those that do not complete a rotation within the trained length;
-    content_layers: numbers of the layers in which every second of the other pairs is one, too.
-    ignore_fields: fields of the model's config that are unknown here and that you declare
-    inert.
+    what is replaced, and to its memory, so `unpatch_` can restore it. The other arguments are those
+    of `convert_checkpoint`, with layers by their numbers.
 
     Gradient checkpointing and `enable_input_require_grads` stay on, and a `loss_function` stays.
     Other hooks would be lost, so they are refused.
