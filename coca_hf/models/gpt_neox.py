@@ -19,7 +19,7 @@ configuration, both are the same function.
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn.functional import dropout
-from transformers import GenerationMixin, GPTNeoXConfig
+from transformers import GenerationMixin, GPTNeoXConfig, LlamaConfig
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP
 
 from .decoder import CocaConfig, CocaDecoderLayer, CocaForCausalLM, CocaModel, classifiers
@@ -36,11 +36,7 @@ class CocaGPTNeoXConfig(GPTNeoXConfig, CocaConfig):
         "layers.*.mlp.dense_h_to_4h": "colwise",
         "layers.*.mlp.dense_4h_to_h": "rowwise",
     }
-    base_model_pp_plan = {
-        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
-        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
-        "norm": (["hidden_states"], ["hidden_states"]),
-    }
+    base_model_pp_plan = LlamaConfig.base_model_pp_plan
 
     @property
     def num_key_value_heads(self) -> int:
