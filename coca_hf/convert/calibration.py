@@ -527,7 +527,7 @@ def layer_harms(
     """The harm of converting each layer of `pairs`, on `blocks`, (n, m) token ids: `copies`.
 
     fitted: the calibrated tensors by name in the CoCA model. folder: gets a file of hidden states
-    while this runs; memory holds a pair of layers and a block.
+    while this runs; memory holds a pair of layers and a batch.
     """
     number_of_blocks, length = blocks.shape
     file, models_run = folder / "states-harm", len(pairs) + 1
@@ -540,9 +540,9 @@ def layer_harms(
         streams[0][:] = pairs.embeddings()[blocks]
         for number in range(len(pairs)):
             theirs, ours = pairs.load(number, fitted)
-            run_layer(ours, streams[0], streams[number + 1], positions, angles.coca, batch_tokens=1)
+            run_layer(ours, streams[0], streams[number + 1], positions, angles.coca)
             for stream in streams[: number + 1]:
-                run_layer(theirs, stream, stream, positions, angles.original, batch_tokens=1)
+                run_layer(theirs, stream, stream, positions, angles.original)
         divergences = _prediction_divergences(pairs, streams)
     finally:
         file.unlink(missing_ok=True)

@@ -171,9 +171,9 @@ class HiddenStates:
         return 4 * (self._first + block) * self._per_block
 
 
-def batches(states: Tensor | HiddenStates, most: int = BATCH_TOKENS) -> Iterator[slice]:
-    """Slices of blocks with at most `most` tokens, or of one block."""
-    at_once = max(1, most // states.shape[1])
+def batches(states: Tensor | HiddenStates) -> Iterator[slice]:
+    """Slices of blocks with at most `BATCH_TOKENS` tokens, or of one block."""
+    at_once = max(1, BATCH_TOKENS // states.shape[1])
     return (slice(start, start + at_once) for start in range(0, len(states), at_once))
 
 
@@ -190,18 +190,17 @@ def run_layer(
     positions: Tensor,
     angles: Callable[[Tensor], tuple[Tensor, Tensor]],
     note: Callable[..., None] | None = None,
-    batch_tokens: int = BATCH_TOKENS,
 ) -> None:
     """Run `states`, (n, m, hidden), through `layer`, whose attention function is replaced.
 
     after: receives the output; may be `states`. positions: (n, m). angles: of the layer's model, as
     in `Angles`. note: called for every batch, before `after` has its output, with the slice of its
     blocks and with what their attention sees: inputs (b, m, hidden), queries (b, m, h, d), rotated
-    and scaled, keys (b, g, m, d), rotated. batch_tokens: run at once, unless a block is longer.
+    and scaled, keys (b, g, m, d), rotated.
     """
     attention = attention_of(layer)
     attention.config._attn_implementation = ATTENTION
-    for some in batches(states, batch_tokens):
+    for some in batches(states):
         batch, at = states[some].to(positions.device), positions[some]
         result = layer(batch, attention_mask=None, position_embeddings=angles(at))
         if note:
