@@ -230,8 +230,7 @@ class CocaAttention(nn.Module):
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        plain_scaling = getattr(config, "attention_multiplier", self.head_dim**-0.5)  # Granite's
-        self.scaling = plain_scaling / QUERY_SCALE
+        self.scaling = config.score_scale / QUERY_SCALE
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
         self.sliding_window = (
@@ -243,8 +242,7 @@ class CocaAttention(nn.Module):
         self.q_proj = nn.Linear(hidden, heads * self.head_dim, bias=config.attention_bias)
         self.t_proj = nn.Linear(hidden, kv_heads * self.head_dim // 2, bias=config.attention_bias)
         self.v_proj = nn.Linear(hidden, kv_heads * self.head_dim, bias=config.attention_bias)
-        output_bias = getattr(config, "output_bias", config.attention_bias)  # Qwen2 has none
-        self.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=output_bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=config.output_bias)
 
     @property
     def content(self) -> ContentPairs:

@@ -96,6 +96,16 @@ class CocaConfig(PreTrainedConfig):
         """The width of a head, for families whose configuration has no field of this name."""
         return self.hidden_size // self.num_attention_heads
 
+    @property
+    def score_scale(self) -> float:
+        """The factor of the scores, for families whose configuration does not have it."""
+        return self.head_dim**-0.5
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether the output projection has a bias, as queries, coefficients and values may have."""
+        return self.attention_bias
+
     def __post_init__(self, **kwargs):
         others = {name: kwargs.pop(name) for name in sorted(kwargs) if name.startswith("coca_")}
         if is_set := [name for name, value in others.items() if value]:

@@ -16,6 +16,10 @@ class CocaGraniteConfig(GraniteConfig, CocaConfig):
     base_model_tp_plan = t_plan(GraniteConfig.base_model_tp_plan)
 
     @property
+    def score_scale(self) -> float:
+        return self.attention_multiplier
+
+    @property
     def logit_scale(self) -> float:
         """`1 / logits_scaling`, by the name that vLLM's Transformers backend reads."""
         return 1 / self.logits_scaling
