@@ -210,11 +210,13 @@ def begin_out(out_dir: Path, recipe: Recipe, inputs: dict[str, Any]) -> None:
 def _changes(
     before: dict[str, Any], now: dict[str, Any], words: tuple[str, str] = ("was", "now")
 ) -> str:
+    absent = "absent"
+
     def said(tree: dict[str, Any], key: str) -> str:
-        value = tree.get(key, "absent")
+        value = tree.get(key, absent)
         return value if isinstance(value, str) and len(value) < MOST_CHANGES * 20 else short(value)
 
-    changed = [key for key in before | now if before.get(key) != now.get(key)]
+    changed = [key for key in before | now if before.get(key, absent) != now.get(key, absent)]
     listed = [
         f"{key} {words[0]} {said(before, key)}, {words[1]} {said(now, key)}" for key in changed
     ]
@@ -240,7 +242,7 @@ def _flat(tree: Any, path: str = "") -> dict[str, Any]:
     """A tree's values by their dotted paths, and the names of stages in order, to compare two
     recipes.
     """
-    if isinstance(tree, dict):
+    if isinstance(tree, dict) and tree:
         items = {str(key): value for key, value in tree.items()}
     elif isinstance(tree, list) and tree and all(isinstance(item, dict) for item in tree):
         items = {str(item.get("name", number)): item for number, item in enumerate(tree)}

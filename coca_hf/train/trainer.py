@@ -378,6 +378,8 @@ def load_state(model: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None
         dcp.load(state, storage_reader=_Reader(checkpoint / STATE), planner=_Planner())
     set_model_state_dict(model, state["model"], options=OPTIONS)
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=OPTIONS)
+    if not state["has_stepped"]:
+        optimizer.state.clear()
 
 
 def state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
@@ -398,10 +400,15 @@ def _without_warning() -> Iterator[None]:
 
 
 def _state(model: nn.Module, optimizer: Optimizer) -> dict:
-    return {
+    has_stepped = bool(optimizer.state)  # all steps so far may have been bad
+    state = {
         "model": get_model_state_dict(model, options=OPTIONS),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=OPTIONS),
+        "has_stepped": has_stepped,
     }
+    if not has_stepped:  # torch has made one, by a step without gradients that Adam would count
+        optimizer.state.clear()
+    return state
 
 
 class _Unpickler(pickle.Unpickler):

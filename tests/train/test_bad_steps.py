@@ -61,6 +61,21 @@ def test_bad_steps_that_are_allowed_are_skipped_without_a_trace(train, bad_losse
     assert_same_weights(result, train(*settings, "stages.k.max_steps=1", out=tmp_path / "once"))
 
 
+def test_a_checkpoint_after_bad_steps_alone_leaves_the_optimizer_as_it_is(
+    train, bad_losses, tmp_path
+):
+    bad = {1: NAN, 2: NAN}
+    bad_losses(bad)
+    settings = ["training.max_bad_steps=2", "training.lr_scheduler_type=constant"]
+    settings.append("training.save_steps=1")
+    refused("the loss of step 2 is nan", train, *settings)
+    del bad[2]
+    resumed = train(*settings, resume=True)
+    plain = train(*settings[:2], "training.save_strategy=no", out=tmp_path / "plain")
+    assert_same_weights(resumed, plain)
+    assert_same_weights(train(*settings, out=tmp_path / "saved"), plain)
+
+
 def test_a_bad_step_hides_no_mean_of_an_objectives_parts(
     train, tiny_llama_dir, tmp_path, monkeypatch
 ):

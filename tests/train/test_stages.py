@@ -225,6 +225,21 @@ def test_a_changed_recipe_is_refused_with_what_changed(train, unbroken):
     assert files(unbroken) == before
 
 
+@pytest.mark.parametrize(
+    ("began", "now"),
+    [
+        ("training.lr_scheduler_kwargs={start_lr: 1e-5}", "stages.k.lr_scheduler_kwargs={}"),
+        ("training.optim=sgd", "stages.k.optim_args=null"),
+        ("data.seed=1", "config.coca_kept_window=null"),
+    ],
+)
+def test_an_option_that_becomes_empty_is_a_change(train, tmp_path, began, now):
+    train(began, "stages.k.max_steps=1")
+    key = now.partition("=")[0]
+    message = rf"another recipe: .*{key} was absent, now (\{{\}}|None)"
+    refused(message, train, began, now, "stages.k.max_steps=1", resume=True)
+
+
 OTHER_STAGES = {
     "[{name: full}, {name: qkv}, {name: k}]": r"\['full', 'qkv', 'k'\], now \['k', 'qkv', 'full'\]",
     "[{name: k}, qkv]": r"\[\{'name': 'k'\}, 'qkv'\], now \['k', ",
