@@ -170,7 +170,7 @@ def local_files(source: str) -> list[Path]:
     path = Path(source)
     if path.is_dir():
         shown = (file for file in path.iterdir() if not file.name.startswith("."))
-        files = sorted(file for file in shown if _suffix(file))
+        files = _each_once(file for file in shown if _suffix(file))
         if not files:
             found = f"got a directory without {', '.join(SUFFIXES)} files"
             raise CocaError(f"{source}: {found}, expected at least one; {AS_ROWS}")
@@ -182,8 +182,8 @@ def local_files(source: str) -> list[Path]:
                 f"{path}/**/*{_suffix(Path(first))}, in a source for each kind of file"
             )
     else:
-        names = [source] if path.is_file() else glob.glob(source, recursive=True)
-        files = sorted({Path(name) for name in names})
+        names = [source] if path.is_file() else glob.iglob(source, recursive=True)
+        files = _each_once(map(Path, names))
     for file in files:
         if not _suffix(file):
             kind = file.suffix or "nameless"
@@ -195,6 +195,19 @@ def local_files(source: str) -> list[Path]:
                 f"{file}: is not an ordinary file, expected one; copy its text into a file"
             )
     return files
+
+
+def _each_once(files: Iterable[Path]) -> list[Path]:
+    """`files`, sorted. Raises CocaError for one that is there again by a symbolic link."""
+    names: dict[str, Path] = {}
+    for file in files:
+        if (other := names.setdefault(os.path.realpath(file), file)) != file:
+            first, second = sorted((other, file))
+            raise CocaError(
+                f"{second}: is {first} itself, by a symbolic link, expected each file once; remove "
+                "the link, or name the files without it"
+            )
+    return sorted(names.values())
 
 
 @functools.cache  # once a process: calibration and training read a source several times
@@ -251,6 +264,9 @@ def _whole_text(file: Path, column: str) -> Iterator[dict[str, str]]:
 
 def _open(file: Path) -> io.BufferedIOBase:
     """The file's bytes, decompressed by suffix. One that was cut off is an error while it is read."""
+    is_compressed = _suffix(file).endswith((".gz", ".zst"))
+    if is_compressed and not file.stat().st_size:
+        raise EOFError("it is empty")
     if _suffix(file).endswith(".gz"):
         return gzip.open(file)
     if _suffix(file).endswith(".zst"):

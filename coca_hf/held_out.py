@@ -1,6 +1,6 @@
 """Which part of a source is kept out of training and calibration, to measure the loss on it.
 
-Documents are held out by a hash of their text, whatever the seed: every run on a source leaves out
+Documents are held out by a hash of their words, whatever the seed: every run on a source leaves out
 the same ones, and copies of a document are treated alike, also in different sources of a run. From
 a large source a hundredth is held out. From a small one, the documents of lowest hash are, as few
 as suffice; if these are more than a tenth of its text, as with a single book, the end of every
@@ -212,4 +212,5 @@ def _pack(tokens: list[Tensor], seq_len: int, most: int) -> Tensor:
 
 
 def _hash(text: str) -> int:
-    return xxhash.xxh3_64_intdigest(text.encode("utf-8"))
+    """Of the words: copies of a document may differ in white space, as files of different kinds do."""
+    return xxhash.xxh3_64_intdigest(" ".join(text.split()).encode("utf-8"))

@@ -161,6 +161,8 @@ BAD_FILES = {  # their content, and what is said after their name
         damaged(gzip.compress(lines(RANDOM))),
         r"row \d\d: cannot be read as \.jsonl\.gz \(EOFError.*is the file whole",
     ),
+    "empty.jsonl.gz": (b"", "row 0: cannot be read as .*EOFError: it is empty"),
+    "empty.jsonl.zst": (b"", "row 0: cannot be read as .*EOFError: it is empty"),
     "none.jsonl.gz": (b"plain", "row 0: cannot be read as .*BadGzipFile"),
     "half.parquet": (b"PAR1 and no more", r"row 0: cannot be read as \.parquet \(ArrowInvalid"),
     "half.arrow": (b"ARROW1 and no more", r"row 0: cannot be read as \.arrow \(ArrowInvalid"),
@@ -251,6 +253,19 @@ def test_files_of_a_directory_that_are_not_read_are_named_once(tmp_path, caplog)
     (told,) = caplog.messages
     assert told.startswith(f"{tmp_path}: does not read b.md, c.csv, d and 1 more, only .txt, ")
     assert told.endswith('; write other files as rows of a .jsonl, {"text": …}')
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("given", ["", "**/*.txt", "*.txt"])
+def test_a_file_that_is_there_twice_by_a_link_is_refused(tmp_path, given):
+    (tmp_path / "a.txt").write_text("one")
+    if given == "**/*.txt":  # loops, in which a search never ends
+        for name in ("one", "two"):
+            (tmp_path / name).symlink_to(".")
+    else:
+        (tmp_path / "b.txt").symlink_to("a.txt")
+    message = r"\.txt: is .*a\.txt itself, by a symbolic link, expected each file once"
+    refused(message, read, tmp_path / given)
 
 
 def test_a_directory_with_text_in_subdirectories_is_refused_with_the_globs_that_say_which(tmp_path):

@@ -9,7 +9,7 @@ import torch
 
 from coca_hf import held_out
 from coca_hf.documents import read_documents
-from coca_hf.held_out import LARGE, HeldOut, shares
+from coca_hf.held_out import HASHES, LARGE, HeldOut, shares
 from coca_hf.tokens import Encoder
 from coca_hf.train.recipe import Source
 from tests.train.corpora import make_corpus, tokens_of
@@ -85,6 +85,15 @@ def test_no_trace_of_a_held_out_block_is_ever_trained_on_from_its_own_source_or_
     trained = set().union(*map(grams, tokens_of(blocks)))
     assert len(trained) > 0.8 * text * (SEQ_LEN - GRAM) / SEQ_LEN
     assert not trained & set().union(*map(grams, held))
+
+
+def test_copies_that_differ_in_white_space_are_treated_alike():
+    rule = HeldOut(below=HASHES // 2)
+    texts = [f"{number} {number} and more words" for number in range(40)]
+    held = [not rule.split(text)[0] for text in texts]
+    assert 10 < sum(held) < 30
+    for copies in ([f"{text}\n" for text in texts], [text.replace(" ", "\r\n") for text in texts]):
+        assert [not rule.split(text)[0] for text in copies] == held
 
 
 SMALL_SOURCES = {"a tail": [3001], "documents": [40] * 40}

@@ -347,11 +347,13 @@ class Corpus:
         for source, files in zip(described, self.files, strict=True):
             if files:
                 source |= {"path": None, "files": list(files.items())}
-        small = "uint16" if max(self.tokenizer.get_vocab().values()) < 2**16 else "uint32"
+        largest = max(self.tokenizer.get_vocab().values())
+        small = "uint16" if largest < 2**16 else "uint32"
         return {
             "format": 14,
             "sources": described,
             "tokenizer": tokenizer_hash(self.tokenizer),
+            "tokens": min(largest + 1, self.encoder.vocab_size),
             "dtypes": ["uint32" if source.synthetic else small for source in self.data.sources],
             "seq_len": self.data.seq_len,
             "seed": self.data.seed,

@@ -49,6 +49,7 @@ from coca_hf.train.processes import (
 )
 from coca_hf.train.recipe import Recipe, has_bounds
 from coca_hf.train.run_directory import (
+    LOCK,
     ResolvedStage,
     begin_out,
     check_inputs,
@@ -308,9 +309,12 @@ def context_parallel(arguments: TrainingArguments, size: int, where: str) -> Par
 
 
 def lock(out_dir: Path, until_the_end: ExitStack) -> None:
-    """Raises CocaError if another run holds OUT, or nothing can be written beside it."""
+    """Raises CocaError if another run holds OUT, or nothing can be written beside it.
+
+    If OUT is a mount point, as in containers, its parent differs between them: the lock is in OUT.
+    """
     own = out_dir.resolve()  # the same for every name of OUT
-    file = own.parent / f".{own.name}.lock"
+    file = own / LOCK if own.is_mount() else own.parent / f".{own.name}.lock"
     message = f"{out_dir}: another coca-train is writing it; wait for it, or choose another --out"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

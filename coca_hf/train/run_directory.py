@@ -40,6 +40,7 @@ from coca_hf.weights import read_json, read_record
 RECIPE = "recipe.yaml"
 INPUTS = "inputs.json"
 STOPPED = "stopped.json"
+LOCK = ".lock"
 PARTIAL = "partial"
 # errno of an OSError that damage causes: none if we raise it, EINVAL if torch reads a cut-off file
 OF_DAMAGE = (None, errno.ENOENT, errno.EINVAL)
@@ -230,7 +231,7 @@ def _is_used(out_dir: Path, recipe: Recipe) -> bool:
     """
     blocks, own = Path(recipe.data.prepared).resolve(), out_dir.resolve()
     files = [path for path in own.rglob("*") if not path.is_dir()]
-    before = {path for path in files if path.parent == own and is_unfinished(path)}
+    before = {path for path in files if path.parent == own and is_unfinished(path)} | {own / LOCK}
     with suppress(OSError, UnicodeDecodeError):
         if (own / RECIPE).read_text(encoding="utf-8") == recipe_text(recipe):
             before |= {own / RECIPE, own / INPUTS}

@@ -37,6 +37,7 @@ from coca_hf.train.recipe import Recipe, load_recipe
 from coca_hf.train.run_directory import begin_out, check_out
 from coca_hf.train.stages import prepare_recipe, run_recipe
 from tests.conftest import TINY, refused
+from tests.train.corpora import corpus_of
 from tests.train.results import assert_same_weights, changed, logged, record, weights
 
 WIDE = {"hidden_size": 48, "intermediate_size": 80}
@@ -175,7 +176,7 @@ def test_a_tokenizer_of_another_model_is_refused_and_added_tokens_are_not(tiny_t
 
 
 def test_a_text_that_names_an_added_token_which_the_model_has_not_is_refused(
-    train, tiny_coca_dir, tmp_path, monkeypatch
+    train, recipe_path, tiny_coca_dir, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(tokens, "PIECE_CHARACTERS", 100)
     model = shutil.copytree(tiny_coca_dir, tmp_path / "model")
@@ -188,8 +189,12 @@ def test_a_text_that_names_an_added_token_which_the_model_has_not_is_refused(
     for place in (0, 399):  # found before the run and by the preparation
         rows = ["a [NEW] word" if number == place else "two words" for number in range(400)]
         (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{row}"}}\n' for row in rows))
+        settings = f"model={model}", f"data.sources=[{{path: {tmp_path}/a.jsonl, weight: 1}}]"
         with pytest.raises(CocaError, match=message):
-            train(f"model={model}", f"data.sources=[{{path: {tmp_path}/a.jsonl, weight: 1}}]")
+            train(*settings)
+        corpus_of(load_recipe(recipe_path, settings)).prepare(300)  # for a model of 260 tokens
+        with pytest.raises(CocaError, match=message):
+            train(*settings)
         assert (tmp_path / "out").exists() == (place == 399)
 
 
@@ -397,6 +402,24 @@ def test_a_run_and_files_of_ones_own_with_our_names_are_refused_and_kept(
     assert_in_use(recipe, tmp_path / "out")
     begin_out(tmp_path / "out", recipe, {})
     assert mine.read_text() == recipe_path.read_text()
+
+
+def test_a_run_refuses_an_out_that_is_a_mount_point_and_held_from_another_place(
+    recipe_path, tmp_path, monkeypatch
+):
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    for name in ("here", "there"):  # two containers, each with a mount at out
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "out").symlink_to(volume)
+    monkeypatch.setattr(Path, "resolve", Path.absolute)
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "out")
+    with ExitStack() as first:
+        lock(tmp_path / "here/out", first)
+        other = tmp_path / "there/out"
+        refused("another coca-train is writing it", run_recipe, load_recipe(recipe_path), other)
+    run_recipe(load_recipe(recipe_path, ["stages.k.max_steps=1"]), other, stage="k")
+    assert not any(path.name.endswith("lock") for path in volume.iterdir())
 
 
 @pytest.mark.parametrize("name", ["link", "."])
