@@ -90,7 +90,7 @@ def around_text(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int
 
     Raises CocaError if no text shows which are which.
     """
-    for text in ("a", *tokenizer.get_vocab()):  # every tokenizer knows at least one of them
+    for text in _probes(tokenizer):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         around = tokenizer(text)["input_ids"]
         starts = [i for i in range(len(around)) if around[i : i + len(ids)] == ids]
@@ -113,6 +113,12 @@ def ordinary_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Tens
     """The ids below `vocab_size`, the rows of embeddings, that are no special tokens, ascending."""
     known = min(len(tokenizer), vocab_size)
     return torch.tensor(sorted(set(range(known)) - set(tokenizer.all_special_ids)))
+
+
+def _probes(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Short texts; every tokenizer knows at least one of them."""
+    yield "a"
+    yield from tokenizer.get_vocab()
 
 
 def pieces_of(text: str, document: int = 0, character: int = 0) -> Iterator[Piece]:
