@@ -23,7 +23,7 @@ import itertools
 import json
 import math
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -185,7 +185,8 @@ class Calibration:
         )
         self.needs = needs(layout, self.task, self.dtype)
         self.harms: list[float] | None = None
-        self.began, self.seconds = 0.0, Counter[str]()
+        # by part; of fitting, also those of runs that were killed
+        self.seconds: dict[str, float] = {}
 
     def plan(self, layout: Layout, has_numbers: bool) -> dict:
         """What calibration from `layout` on would take; the time is known if the weights are here to
@@ -225,7 +226,7 @@ class Calibration:
             named_kept = ", ".join(map(str, kept))
             notice = f"keeping layers {named_kept}; measuring the fits of the others beside them"
             report(CalibrationProgress(0, number, None, notice))
-            self.seconds.update({"harm": time.perf_counter() - began})
+            self.seconds["harm"] = time.perf_counter() - began
             layout = Layout(layout.source, layout.form, kept)
         return layout
 
@@ -238,7 +239,7 @@ class Calibration:
         report(CalibrationProgress(number, number, None, "fitting W_O to the residual stream"))
         began = time.perf_counter()
         outputs, perplexity = self._refit(layout, done.tensors, folder)
-        self.seconds.update({"outputs": time.perf_counter() - began})
+        self.seconds["outputs"] = time.perf_counter() - began
         half = task.blocks.numel() // 2  # the other half has repeated passages
         record = {
             "text": self.text.source,
@@ -255,7 +256,7 @@ class Calibration:
             "perplexity": done.perplexity | {"calibrated": perplexity},
             "attention_kl": [layer._asdict() for layer in done.layers],
             "layer_harm": self.harms,
-            "seconds": round(time.perf_counter() - self.began, 1),
+            "seconds": round(sum(self.seconds.values()), 1),
             "seconds_by_part": {name: round(s, 1) for name, s in self.seconds.items()},
         }
         known = {name: value for name, value in record.items() if value is not None}
@@ -276,10 +277,9 @@ class Calibration:
 
     def _fit(self, layout: Layout, folder: Path, report: Report) -> FittedLayers:
         """All layers to convert; those that an earlier call or a killed run fitted come from `folder`."""
-        self.began = self.began or time.perf_counter()
         run = CalibrationRun(LayerPairs(layout, self.device, self.dtype), self.task, folder)
         done = run.fit_layers(report)
-        self.seconds.update(run.seconds)
+        self.seconds |= run.seconds
         return done
 
 
@@ -321,8 +321,9 @@ class CalibrationRun:
 
     Fitted layers in `folder` are reused if they were made with the same `task.settings`. Layers that
     keep the original's attention do not change. On one machine and number of threads, the same
-    arguments give the same bits. seconds: of this run, by part. In `folder` are
+    arguments give the same bits. seconds: by part, with those of runs that were killed. In `folder` are
 
+    seconds.json         these seconds, with the settings
     layer-N.safetensors  the fitted tensors of layer N, with the settings and a hash
     states-0, states-1   the hidden states before a layer of even and of odd number: of the blocks,
                          and of the held-out ones in the original and the start
@@ -331,8 +332,8 @@ class CalibrationRun:
 
     def __init__(self, pairs: LayerPairs, task: FitTask, folder: Path):
         self.pairs, self.task, self.folder = pairs, task, folder
-        self.record_file = folder / "states.json"
-        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.record_file, self.seconds_file = folder / "states.json", folder / "seconds.json"
+        self.seconds = self._earlier_seconds()
         folder.mkdir(exist_ok=True)
         num_blocks = len(task.blocks) + 2 * len(task.held_out)
         shape = num_blocks, task.blocks.shape[1], pairs.config.hidden_size
@@ -443,6 +444,15 @@ class CalibrationRun:
                 "layers": layers,
             }
             replace_text(self.record_file, json.dumps(record))
+        record = {"settings": self.task.settings, "seconds": self.seconds}
+        replace_text(self.seconds_file, json.dumps(record))
+
+    def _earlier_seconds(self) -> defaultdict[str, float]:
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            record = json.loads(self.seconds_file.read_text())
+            if record["settings"] == self.task.settings:
+                return defaultdict(float, record["seconds"])
+        return defaultdict(float)
 
     def _finished_layers(self) -> list[LayerFit]:
         """The finished layers, if the states after the last of them are here and undamaged."""

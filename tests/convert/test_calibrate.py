@@ -515,7 +515,14 @@ def test_killed_in_a_layer_it_continues_with_that_layer_to_the_same_bits(
 ):
     arguments = tiny_llama_dir, tmp_path / "cut", text
     assert exit_code_of(convert_killed, *arguments) == -signal.SIGKILL
+    [file] = tmp_path.glob(".cut.incomplete/*/seconds.json")
+    spent = json.loads(file.read_text())
+    spent["seconds"]["steps"] += 1000
+    file.write_text(json.dumps(spent))
     record = convert(*arguments)
+    assert (
+        record["calibration"]["seconds"] > record["calibration"]["seconds_by_part"]["steps"] > 1000
+    )
     assert fits == [1, 2]
     assert 0 not in loads[:-3]  # in which all layers get their W_O
     assert_same_weights(tmp_path / "cut", whole[0])
