@@ -212,5 +212,5 @@ def _pack(tokens: list[Tensor], seq_len: int, most: int) -> Tensor:
 
 
 def _hash(text: str) -> int:
-    """Of the words: copies of a document may differ in white space, as files of different kinds do."""
+    """A hash of the words, because files of different kinds differ in white space."""
     return xxhash.xxh3_64_intdigest(" ".join(text.split()).encode("utf-8"))
