@@ -613,7 +613,7 @@ def test_progress_has_layers_and_divergence_and_hidden_states_are_on_the_disk_me
     whole = (24 + 2 * 5) * WINDOW * 48 * 4
     assert sizes == [[whole], [whole, whole], [whole, whole], [whole, whole]]
     files = sorted(file.name for file in (tmp_path / "layers").iterdir())
-    assert files == ["layer-00001.safetensors", "layer-00002.safetensors"]
+    assert files == ["layer-00001.safetensors", "layer-00002.safetensors", "seconds.json"]
 
 
 def test_the_time_is_known_before_the_first_layer_and_measuring_it_changes_nothing(
