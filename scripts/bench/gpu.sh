@@ -51,7 +51,7 @@ run() { # LIMIT COMMAND…
     echo "== $((SECONDS - began)) s"
 }
 is_wanted() { # NAME
-    ((${#wanted[@]} == 0)) || printf '%s\n' "${wanted[@]}" | grep -qx -e "$part" -e "$1"
+    [[ ${#wanted[@]} -eq 0 || " ${wanted[*]} " == *" $part "* || " ${wanted[*]} " == *" $1 "* ]]
 }
 bench() { # LIMIT NAME SCRIPT OPTIONS…
     is_wanted "$2" && run "$1" python3 "scripts/bench/$3.py" --out "$out/$2.json" "${@:4}" $smoke
