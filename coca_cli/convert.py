@@ -353,12 +353,8 @@ def _print_attention(facts: dict) -> None:
 
 
 def _print_tokenizer(facts: dict, dst: str) -> None:
-    if differences := facts.get("adapter_tokenizer_differs"):
-        _line(
-            "tokenizer",
-            f"SRC's; the adapter's differs ({', '.join(differences)}) and is not taken: copy its "
-            f"tokenizer files into {dst} to have it",
-        )
+    if missing := facts.get("tokenizer_not_taken"):
+        _line("tokenizer", f"without {missing}: copy its files into {dst} to have it")
 
 
 def _line(label: str, text: str) -> None:

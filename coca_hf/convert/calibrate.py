@@ -207,7 +207,7 @@ def make_content_layer_(attention: CocaAttention, is_content_layer: bool) -> Non
     config, own = copy.copy(attention.config), {attention.layer_idx}
     others = {*config.coca_content_layers} - own
     config.coca_content_layers = sorted(others | own if is_content_layer else others)
-    attention.config = config
+    attention.config, attention.content = config, config.content_of(attention.layer_idx)
 
 
 def _trial_stride(num_blocks: int) -> int:

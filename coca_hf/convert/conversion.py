@@ -324,7 +324,7 @@ def _facts(layout: Layout) -> dict:
         "content_layers": config.coca_content_layers or None,
         "rope": layout.ntk,
         "dtype": str(config.dtype).removeprefix("torch."),
-        "adapter_tokenizer_differs": source.adapter_tokenizer,
+        "tokenizer_not_taken": source.tokenizer_not_taken,
         **_summary(layout),
     }
     return {name: value for name, value in facts.items() if value is not None}

@@ -22,8 +22,8 @@ from coca_hf.models.decoder import CocaConfig, CocaPreTrainedModel
 from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES, CocaRotaryEmbedding
 from coca_hf.weights import HEADS
 
-# in the model's __dict__: its class and __dict__ before patch_, `_places`, `_parts` and `_buffers`;
-# or None
+# in the model's __dict__: its class and __dict__ before patch_, and `_places`, `_parts`, `_buffers`
+# and the config's fields after it; or None
 ORIGINAL = "_original_of_patch"
 # attributes of modules that are no floats and that decide what the modules compute
 FLAGS = ("is_causal", "sliding_window", "use_parallel_residual", "use_rope")
@@ -118,7 +118,8 @@ def patch_(
     original = None
     if keep_original:
         parts = _parts(coca)
-        original = type(model), model.__dict__, _places(parts[1]), parts, _buffers(coca)
+        fields = copy.deepcopy(vars(config))
+        original = type(model), model.__dict__, _places(parts[1]), parts, _buffers(coca), fields
     model.__class__, model.__dict__ = type(coca), coca.__dict__
     model.__dict__[ORIGINAL] = original
     return model
@@ -129,7 +130,8 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
 
     Parameters that both models share keep what training, moving or casting did to them. The key
     projections and the fused projections of GPT-NeoX and Phi-3 are as they were before `patch_`, but
-    follow their layer's output projection if it was moved or cast.
+    follow their layer's output projection if it was moved or cast. Fields of the config that were
+    set since, and an attention that the original has, too, are the original's, too.
 
     Raises CocaError if the original was not kept, because it cannot be computed from the CoCA
     model, or if embeddings have been resized, modules or parameters replaced, or hooks, buffers or
@@ -144,18 +146,18 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
             "unpatch_: got a model without its original projections, expected patch_(model, "
             "keep_original=True); load the original again"
         )
-    *original, places, parts, buffers = model.__dict__[ORIGINAL]
+    *original, places, parts, buffers, fields = model.__dict__[ORIGINAL]
     is_replaced = _parts(model) != parts
     has_hooks = any(map(_has_hooks, model.modules()))
     own_method = next((name for name, m in model.named_modules() if _has_own_method(m)), None)
     own_buffers = _buffers(model) - buffers
-    state, vocab_size = _training_state(model), model.config.vocab_size
+    state, config = _training_state(model), model.config
     head = getattr(model.get_output_embeddings(), "weight", None)  # classifiers have none
     coca = type(model), model.__dict__
     model.__class__, model.__dict__ = original
     original_head = getattr(model.get_output_embeddings(), "weight", None)
     problem = None
-    if original_head is not head or model.config.vocab_size != vocab_size:
+    if original_head is not head or model.config.vocab_size != config.vocab_size:
         problem = "embeddings that were resized since patch_; load the original again and resize it"
     elif is_replaced:
         problem = (
@@ -176,6 +178,12 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
         if place != places[number]:
             for parameter in {*model.base_model.layers[number].parameters()} - {*parts[1]}:
                 parameter.data = parameter.data.to(*place)
+    for name, value in vars(config).items():
+        is_set = name not in fields or value != fields[name]
+        # which saving sets, and an attention that only CoCA models have
+        is_of_both = name not in fields or hasattr(model.config, name)
+        if is_set and is_of_both and name not in ("architectures", "auto_map") and value != "coca":
+            setattr(model.config, name, value)
     _set_training_state(model, *state)
     return model
 

@@ -223,12 +223,11 @@ def check_repository(repository: str) -> None:
 
 
 def check_tokenizer_to_push(source: Source, repository: str) -> None:
-    """Raise CocaError if an adapter comes with another tokenizer, which would not be uploaded."""
-    if differences := source.adapter_tokenizer:
+    """Raise CocaError if a part of the tokenizer, which DST is without, would not be uploaded."""
+    if missing := source.tokenizer_not_taken:
         raise CocaError(
-            f"--push-to-hub {repository}: got an adapter with another tokenizer "
-            f"({', '.join(differences)}), of which the upload would have SRC's; convert without "
-            f"--push-to-hub, copy the tokenizer's files into DST, and run `hf upload {repository} DST`"
+            f"--push-to-hub {repository}: the tokenizer would be without {missing}; convert without "
+            f"--push-to-hub, copy its files into DST, and run `hf upload {repository} DST`"
         )
 
 

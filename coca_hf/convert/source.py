@@ -25,7 +25,7 @@ from coca_hf.convert.adapter import Adapter
 from coca_hf.convert.config import FAMILIES, check_generation_config, is_coca
 from coca_hf.convert.initialise import Shape
 from coca_hf.convert.quantized import FOUR_BITS, quantized_weights
-from coca_hf.errors import CocaError, library_errors
+from coca_hf.errors import CocaError, library_errors, short
 from coca_hf.models.hub import CARD, CONVERSION, LICENCE_FILES, RECORDS
 from coca_hf.tokens import FOREIGN_TOKENIZERS, around_text
 from coca_hf.weights import (
@@ -209,6 +209,7 @@ class Source:
             with contextlib.suppress(CocaError):  # one that cannot be loaded is copied as it is
                 tokenizer = self.tokenizer
         if tokenizer:
+            _drop_code_of_tokenizer(directory / TOKENIZER)
             _keep_tokenizer(tokenizer, directory)
         if GENERATION_CONFIG_NAME not in names:
             self._save_settings_of_generation(directory / GENERATION_CONFIG_NAME)
@@ -231,13 +232,24 @@ class Source:
         return load_tokenizer(self.directory)
 
     @functools.cached_property
-    def adapter_tokenizer(self) -> list[str] | None:
-        """In what the tokenizer beside the adapter, which is not taken, differs from the source's."""
+    def tokenizer_not_taken(self) -> str | None:
+        """What DST's tokenizer is without, in words: that of the adapter, or code that SRC's needs."""
+        if differences := self._differences_of_adapter():
+            return f"the adapter's, which differs ({', '.join(differences)})"
+        if code := _code_of_tokenizer(self.directory / TOKENIZER):
+            try:
+                self.tokenizer  # noqa: B018
+            except CocaError:
+                return f"SRC's own code ({short(code)}), without which it cannot be loaded"
+        return None
+
+    def _differences_of_adapter(self) -> list[str]:
+        """In what the tokenizer beside the adapter differs from the source's."""
         if not self.adapter:
-            return None
+            return []
         beside = self.adapter.config_file.parent
         if not list(filter_repo_objects(os.listdir(beside), allow_patterns=TOKENIZER_FILES)):
-            return None
+            return []
         ours: dict[str, Any] = {}
         with contextlib.suppress(CocaError):
             ours = _traits(self.directory)
@@ -245,7 +257,7 @@ class Source:
             theirs = _traits(beside)
         except CocaError:
             return ["it cannot be loaded"]
-        return [name for name in ours | theirs if ours.get(name) != theirs.get(name)] or None
+        return [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
 
     def content_hash(self) -> str:
         """xxh3_128 of all tensors and their names, an adapter merged. Files may change and keep
@@ -277,6 +289,8 @@ class Source:
 
 class GgufSource(Source):
     """A GGUF file; transformers builds its model in memory, dequantized to float32."""
+
+    tokenizer_not_taken = None
 
     def __init__(self, file: Path, adapter: Adapter | None = None):
         import gguf  # transformers would name no extra
@@ -517,6 +531,20 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
             if largest > MAX_TOKEN_ID:
                 raise ValueError(f"got token id {largest}, expected at most {MAX_TOKEN_ID}")
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+
+
+def _code_of_tokenizer(file: Path) -> Any:
+    """What `file`, a tokenizer_config.json, names as the tokenizer's own code, if it does."""
+    auto_map = read_json(file).get("auto_map") if file.is_file() else None
+    return auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map
+
+
+def _drop_code_of_tokenizer(file: Path) -> None:
+    """Name no code, which is never copied, in the config of a tokenizer that loads without it."""
+    if _code_of_tokenizer(file):
+        fields = read_json(file)
+        del fields["auto_map"]
+        file.write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def _keep_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:

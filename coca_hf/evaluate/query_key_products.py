@@ -67,16 +67,13 @@ def visiting_products(
 
     Raises CocaError for models with content pairs, and for a model whose RoPE is unknown.
     """
-    is_rotated = getattr(model.config, "no_rope_layers", None)  # by layer, of SmolLM3
     all_of_coca = [m for m in model.modules() if isinstance(m, attention.CocaAttention)]
     if any(module.content.exist for module in all_of_coca):
         raise CocaError(
             f"{type(model).__name__}: got content pairs, which have no angle whose boundary could "
             "be measured; expected a model that was converted without them"
         )
-    if attentions := [
-        module for module in all_of_coca if is_rotated is None or is_rotated[module.layer_idx]
-    ]:
+    if attentions := [m for m in all_of_coca if getattr(m, "use_rope", True)]:  # SmolLM3's
         with _visiting_coca(attentions, len(theta), visit):
             yield
         return

@@ -228,6 +228,7 @@ class CocaAttention(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
+        self.content = config.content_of(layer_idx)
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = config.score_scale / QUERY_SCALE
@@ -243,10 +244,6 @@ class CocaAttention(nn.Module):
         self.t_proj = nn.Linear(hidden, kv_heads * self.head_dim // 2, bias=config.attention_bias)
         self.v_proj = nn.Linear(hidden, kv_heads * self.head_dim, bias=config.attention_bias)
         self.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=config.output_bias)
-
-    @property
-    def content(self) -> ContentPairs:
-        return self.config.content_of(self.layer_idx)
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (b, h, m, d), coefficients t (b, g, m, j), before their ReLU, and values (b, g,

@@ -383,8 +383,8 @@ class CocaModel(CocaPreTrainedModel):
         score depends on absolute positions, which padding must not move.
 
         Raises ValueError for a cache of a model with other keys, for another `rope_length` than that
-        of the cache, or if it has none (`planned_length`), and TypeError for a cache of another name
-        (`cache_of`).
+        of the cache, or if it has none (`planned_length`), and if a layer was made with other
+        content pairs than the config says; TypeError for a cache of another name (`cache_of`).
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(
@@ -393,6 +393,7 @@ class CocaModel(CocaPreTrainedModel):
             )
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        self._check_content()
         cache = cache_of(kwargs, past_key_values)
         if isinstance(cache, HalfWidth):
             cache.check_keys_of(self.config)
@@ -426,6 +427,19 @@ class CocaModel(CocaPreTrainedModel):
                 **kwargs,
             )
         return BaseModelOutputWithPast(self.norm(hidden_states), cache)
+
+    def _check_content(self) -> None:
+        """Raise ValueError if a layer was made with other content pairs than the config says."""
+        for i, layer in enumerate(self.layers):
+            if not isinstance(layer, CocaDecoderLayer):  # vLLM, of a layer on another machine
+                continue
+            if (made_with := layer.self_attn.content) != self.config.content_of(i):
+                raise ValueError(
+                    f"layer {i} was made with {made_with}, but coca_content_pairs is "
+                    f"{self.config.coca_content_pairs} and coca_content_layers is "
+                    f"{self.config.coca_content_layers}; if layers were dropped or repeated, set "
+                    "coca_content_layers to their new numbers"
+                )
 
     def before_layers(self, inputs_embeds: Tensor) -> Tensor:
         """What a family does to the embeddings, (b, m, hidden); nothing by default."""

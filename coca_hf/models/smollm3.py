@@ -39,8 +39,12 @@ class CocaSmolLM3Config(SmolLM3Config, CocaConfig):
 
 
 class KeptSmolLM3Attention(KeptAttention):
+    def __init__(self, config: CocaSmolLM3Config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.use_rope = config.no_rope_layers[layer_idx]
+
     def rotated(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.config.no_rope_layers[self.layer_idx]:
+        if not self.use_rope:
             return q, k
         return super().rotated(q, k, cos, sin)
 

@@ -153,8 +153,8 @@ def test_a_tokenizer_beside_the_adapter_is_not_taken_and_its_differences_are_nam
     tokenizer.chat_template, tokenizer.eos_token = "{{ messages[0].content }}", "<s>"
     tokenizer.save_pretrained(lora)
     line = (
-        "  tokenizer             SRC's; the adapter's differs (chat template, eos_token) and is not "
-        f"taken: copy its tokenizer files into {dst} to have it\n"
+        "  tokenizer             without the adapter's, which differs (chat template, eos_token): "
+        f"copy its files into {dst} to have it\n"
     )
     for option in ("--dry-run", "--overwrite"):
         assert line in converts(tiny_llama_dir, dst, "--adapter", lora, "--overwrite", option)
@@ -166,7 +166,7 @@ def test_a_tokenizer_beside_the_adapter_is_not_taken_and_its_differences_are_nam
     assert (made.chat_template, made.eos_token) == (tokenizer.chat_template, "<s>")
     (lora / "tokenizer.json").unlink()
     record = convert_checkpoint(tiny_llama_dir, tmp_path / "other", adapter=lora)
-    assert record["adapter_tokenizer_differs"] == ["it cannot be loaded"]
+    assert record["tokenizer_not_taken"] == "the adapter's, which differs (it cannot be loaded)"
 
 
 def config(**fields):

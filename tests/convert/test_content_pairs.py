@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from coca_hf import (
@@ -209,14 +210,26 @@ def test_a_field_of_another_version_that_is_not_set_is_dropped(tiny_llama_dir, t
     assert "coca_other_layers" not in record_of(tmp_path / "again", "config.json")
 
 
-def test_fields_that_are_set_on_a_model_are_what_it_computes_and_saves(tmp_path):
-    model = tiny_model(coca_content_pairs=1)
-    before = model(tokens()).logits
+def test_layers_that_peft_repeats_are_refused_until_the_config_has_their_numbers():
+    model = tiny_model(coca_content_pairs=1, coca_content_layers=[1])
+    lora = LoraConfig(target_modules=["q_proj"], r=2, layer_replication=[[0, 2], [1, 3]])
+    adapted = get_peft_model(model, lora)
+    with pytest.raises(
+        ValueError, match=r"layer 2 .* set coca_content_layers to their new numbers"
+    ):
+        adapted(input_ids=tokens())
+    model.config.coca_content_layers = [1, 2]
+    logits = adapted(input_ids=tokens()).logits
+    four = tiny_model(coca_content_pairs=1, coca_content_layers=[1, 2], num_hidden_layers=4)
+    four.load_state_dict(adapted.unload().state_dict())
+    assert torch.equal(four(tokens()).logits, logits)
+
+
+def test_content_layers_that_are_set_on_a_model_are_refused():
+    model = tiny_model()
     model.config.coca_content_layers = [1]
-    after = model(tokens()).logits
-    assert (after - before).abs().max() > 1e-3
-    model.save_pretrained(tmp_path)
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens()).logits, after)
+    with pytest.raises(ValueError, match=r"layer 1 was made with .*every_second=False"):
+        model(tokens())
 
 
 def test_what_is_passed_to_from_pretrained_is_checked(tiny_llama_dir, tmp_path):

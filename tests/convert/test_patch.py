@@ -17,6 +17,7 @@ from transformers import (
     BitsAndBytesConfig,
     LlamaForCausalLM,
     LlamaForQuestionAnswering,
+    LlamaForSequenceClassification,
 )
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -261,6 +262,24 @@ def test_unpatch_takes_a_model_that_accelerate_prepared_for_mixed_precision(mode
     patch_(model, keep_original=True)
     Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
     assert torch.equal(unpatch_(model)(ids).logits, expected)
+
+
+def test_unpatch_keeps_what_was_set_on_the_config_since(tiny_llama_dir, tmp_path):
+    model = LlamaForSequenceClassification.from_pretrained(tiny_llama_dir, num_labels=3)
+    stock = model.config.to_dict()
+    patch_(model, keep_original=True)
+    model.save_pretrained(tmp_path)
+    model.set_attn_implementation("eager")
+    model.config.pad_token_id, model.config.own = 0, "field"
+    model.config.id2label = {0: "a", 1: "b", 2: "c"}
+    model.config.problem_type = "multi_label_classification"
+    config = unpatch_(model).config
+    assert config._attn_implementation == "eager"
+    set_since = {"pad_token_id": 0, "own": "field", "problem_type": "multi_label_classification"}
+    set_since["id2label"] = {0: "a", 1: "b", 2: "c"}
+    assert config.to_dict() == stock | set_since
+    patch_(model, keep_original=True, ignore_fields=["own"]).set_attn_implementation("coca")
+    assert unpatch_(model).config._attn_implementation == "eager"
 
 
 def test_a_copy_of_a_patched_model_is_unpatched_on_its_own(model):

@@ -162,3 +162,35 @@ def test_a_source_that_is_deleted_meanwhile_still_gives_its_weights_and_tokenize
     made, expected = (files_of(tmp_path / name).keys() for name in ("dst", "expected"))
     assert made == expected
     assert_same_tokenizer(tmp_path / "expected", tmp_path / "dst")
+
+
+def test_a_tokenizer_that_needs_its_own_code_is_copied_and_said_to_need_it(
+    source, tmp_path, converts
+):
+    code = "from transformers import PreTrainedTokenizerFast as Fast\nclass Own(Fast): pass\n"
+    (source / "tok_own.py").write_text(code)
+    edit_json(
+        source / "tokenizer_config.json",
+        tokenizer_class="Own",
+        auto_map={"AutoTokenizer": ["tok_own.Own", None]},
+    )
+    line = (
+        "  tokenizer             without SRC's own code (['tok_own.Own', None]), without which it "
+    )
+    line += f"cannot be loaded: copy its files into {tmp_path}/dst to have it\n"
+    for option in ("--dry-run", "--overwrite"):
+        assert line in converts(source, tmp_path / "dst", option)
+    shutil.copy(source / "tok_own.py", tmp_path / "dst")
+    theirs, ours = (
+        AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
+        for directory in (source, tmp_path / "dst")
+    )
+    assert type(ours).__name__ == "Own"
+    assert ours(SAMPLES[0]).input_ids == theirs(SAMPLES[0]).input_ids
+
+
+def test_a_tokenizer_that_loads_without_its_code_names_none(source, tmp_path):
+    edit_json(source / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "tok_own.Own"]})
+    convert_checkpoint(source, tmp_path / "dst")
+    assert_same_tokenizer(source, tmp_path / "dst")
+    AutoTokenizer.from_pretrained(tmp_path / "dst", trust_remote_code=True)

@@ -43,6 +43,17 @@ def test_a_model_that_keeps_all_layers_is_the_original(case):
     assert len(got[0, 9:].unique()) > 3
 
 
+def test_layers_without_rotary_embedding_stay_so_when_others_are_dropped():
+    stock = stock_model("smollm3", no_rope_layers=[1, 0, 1])
+    kept = patch_(copy.deepcopy(stock), keep_layers=[0, 2])
+    for model in (stock, kept):
+        del model.model.layers[0]
+        model.config.num_hidden_layers = 2
+        for number, layer in enumerate(model.model.layers):
+            layer.self_attn.layer_idx = number
+    assert (kept(tokens()).logits - stock(tokens()).logits).abs().max() < 1e-4
+
+
 @EVERY_CASE_UNDER_ONE_CONSTRAINT
 def test_a_mix_is_the_original_and_the_converted_model_layer_by_layer(case, constraint):
     """Layers 0 and 2 of the original and layer 1 of the model with all layers converted, run by
