@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig, LogitsProcessor
 
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, short
 from coca_hf.evaluate.answers import (
     FILLER,
     Case,
@@ -212,10 +212,18 @@ def answers(
     """At most `new_tokens` greedily decoded tokens for every case.
 
     Batches are padded on the left and masked, so answers do not depend on their size. Raises
-    NoValue as `Batches.compute` does, and if a logit is NaN or infinite.
+    NoValue as `Batches.compute` does, and if a logit is NaN or infinite, and CocaError if the
+    checkpoint's end of a text is no token.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     eos = model.generation_config.eos_token_id
+    if not all(
+        isinstance(token, int | None) for token in (eos if isinstance(eos, list) else [eos])
+    ):
+        raise CocaError(
+            f"{loaded.path}: got eos_token_id {short(eos)} for generation, expected token ids or "
+            "null; correct its generation_config.json"
+        )
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     # generate() takes settings that are not set from the checkpoint: sampling, penalties
     model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad)

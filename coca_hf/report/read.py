@@ -13,6 +13,7 @@ from coca_hf.errors import CocaError
 from coca_hf.evaluate.measurements import MEASUREMENTS
 from coca_hf.evaluate.rows import (
     BESIDE,
+    IDENTITY,
     ROWS,
     SHARED,
     counts,
@@ -29,7 +30,8 @@ from coca_hf.page import LOOKS
 def read_tables(runs: Sequence[Path]) -> list[Table]:
     """The tables of the directories `runs`, in the order of `MEASUREMENTS`.
 
-    The latest row of a measurement counts; one that ran out of memory only if there is no other.
+    The latest row of a measurement counts; one that ran out of memory only if there is no other of
+    the same files and text.
     Models of one name and path whose files differ from one directory to the other are different
     models: the directory becomes part of their path. A model or a text of several paths, the same
     files or the same documents, has the first of them (a model the first at which no other files
@@ -47,7 +49,10 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
         for field, *same in (("model_path", "model", "fingerprint"), *of_text):
             if row.get(same[-1]):
                 row[field] = firsts.setdefault((field, *map(row.get, same)), row[field])
-    found = latest(rows, _measured) | latest(filter(counts, rows), _measured)
+    measured = set(map(_identity, filter(counts, rows)))
+    found = latest(
+        (row for row in rows if counts(row) or _identity(row) not in measured), _measured
+    )
     # A failed benchmark has a row without a metric; once it succeeds, it has a row for each
     answered = {
         _measured(row | {"metric": None, "filter": None}): row["date"]
@@ -55,8 +60,8 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
         if row.get("metric")
     }
     tables: dict[tuple, list[dict]] = {}
-    for measured, row in found.items():
-        if measured in answered and row["date"] <= answered[measured]:
+    for key, row in found.items():
+        if key in answered and row["date"] <= answered[key]:
             continue
         tables.setdefault(_table_of(row), []).append(row)
     model_paths = {(row["model"], row["model_path"]) for row in found.values()}
@@ -104,6 +109,10 @@ def _lasting_paths(rows: list[dict]) -> dict[tuple, Any]:
 
 def _table_of(row: dict) -> tuple:
     return row["task"], marked(MEASUREMENTS[row["task"]].row, SHARED, row)
+
+
+def _identity(row: dict) -> str:
+    return marked(MEASUREMENTS[row["task"]].row, IDENTITY, row)
 
 
 def _measured(row: dict) -> tuple:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.measurements import MEASUREMENTS
-from coca_hf.evaluate.rows import ROWS, last_trained_length, latest
+from coca_hf.evaluate.rows import ROWS, SHARED, fields, last_trained_length, latest
 from coca_hf.evaluate.tables import Measurement, Table, data_of
 from coca_hf.files import replace_text, replacing
 from coca_hf.page import Bullets, Code, Fold, Grid, Part, Section, Text, escape, markdown
@@ -184,7 +184,7 @@ def _little_training(table: Table, rows: list[dict]) -> list[str]:
 
 def not_together(tables: Sequence[Table]) -> list[str]:
     """Notices about numbers that may not belong together: of changed files, or of other texts."""
-    return [*_changed(tables), *_of_other_texts(tables)]
+    return [*_changed(tables), *_of_other_texts(tables), *_of_one_caption(tables)]
 
 
 def _changed(tables: Sequence[Table]) -> list[str]:
@@ -238,6 +238,27 @@ def _of_other_texts(tables: Sequence[Table]) -> list[str]:
             notices.append(
                 f"{where}: {'; '.join(other_tokens)}; losses and perplexities per token cannot be "
                 "compared."
+            )
+    return notices
+
+
+def _of_one_caption(tables: Sequence[Table]) -> list[str]:
+    """Notices about tables that nothing tells apart, such as those beside an original that changed."""
+    alike: dict[str, list[Table]] = {}
+    for table in tables:
+        alike.setdefault(f"{table.measurement.title}, {table.settings}", []).append(table)
+    notices = []
+    for where, several in alike.items():
+        if len(several) > 1:
+            names = [
+                name.replace("_", " ")
+                for name in fields(several[0].measurement.row, SHARED)
+                if len({str(table.rows[0].get(name)) for table in several}) > 1
+            ]
+            newest = max(several, key=lambda table: max(row["date"] for row in table.rows))
+            notices.append(
+                f"{where}: {len(several)} tables, of rows that differ in {', '.join(names)}; the "
+                f"latest row is in number {several.index(newest) + 1}."
             )
     return notices
 

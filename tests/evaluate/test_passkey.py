@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.batches import Batches
 from coca_hf.evaluate.passkey import FILLER, INSTRUCTION, VARIANTS, Case, answers, passkey_rows
+from tests.conftest import refused
 from tests.evaluate.reader import reads
 from tests.evaluate.runs import passkey_case, raw_of, run_of
 
@@ -110,6 +111,13 @@ def test_decoding_is_greedy_whatever_the_checkpoint_prefers(llama):
     preferred = {"do_sample": True, "temperature": 9.0, "repetition_penalty": 5.0}
     llama.model.generation_config.update(**preferred, min_new_tokens=3)
     assert answers(llama, cases, 12, Batches()) == greedy
+
+
+def test_an_end_of_text_that_is_no_token_is_refused_in_one_line(llama):
+    llama.model.generation_config.eos_token_id = ["x"]
+    case = passkey_case(llama.tokenizer, 320, 0, 0)
+    message = r"got eos_token_id \['x'\] for generation, expected token ids or null; correct its"
+    refused(message, answers, llama, [case], 12, Batches())
 
 
 def test_rope_is_fixed_for_the_prompt_and_the_new_tokens(llama, tmp_path):

@@ -444,6 +444,8 @@ def test_measurements_against_two_originals_of_one_name_are_both_shown(page, tas
     made = page(*rows)
     assert re.search(r"\| coca \|[^\n]* 0\.5", made)
     assert re.search(r"\| coca \|[^\n]* 1\.5", made)
+    differ = "2 tables, of rows that differ in baseline fingerprint"
+    assert re.search(rf"{differ}; the latest row is in number [12]\.", made)
 
 
 def test_tables_for_a_model_card_are_those_of_the_page(run):
@@ -562,6 +564,14 @@ def test_a_last_line_cut_short_is_left_out_and_one_without_its_end_is_shown(run)
         rows.write_text(first + written)
         assert [found["length"] for found in read_tables([rows.parent])[0].rows] == lengths
         assert rows.read_text() == first + written
+
+
+@pytest.mark.parametrize("state", ["fingerprint", "data_hash"])
+def test_memory_that_ran_out_for_new_files_or_text_hides_the_value_of_the_old(page, state):
+    oom = row(value=None, error="OOM: at batch size 1", date="2027-01-01T00:00:00+00:00")
+    value = row(value=7.5)
+    assert "| llama | 7.50 |" in page(value, oom)
+    assert "| llama | OOM |" in page(value, oom | {state: "new"})
 
 
 def test_a_notice_names_models_whose_files_or_documents_changed(page):
