@@ -12,6 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from coca_hf.errors import CocaError
 
+SPACE = re.compile(r"\s")
+LONGEST_WORD = 500  # characters to look ahead for white space
 SKIPS = 8  # places in a block where positions are skipped, at most
 TOKENS_A_SKIP = 32  # tokens in a block per such place, at least
 NO_TOKENIZER = (
@@ -160,11 +162,15 @@ def _cut(text: str, start: int) -> int:
 
 
 def split_at_space(text: str, share: float) -> tuple[str, str]:
-    """Cut `text` in two at the first white space after its first `1 - share`, or exactly there."""
-    place = len(text) - int(len(text) * share)
-    space = re.compile(r"\s").search(text, place)
-    place = space.start() if space else place
+    """Cut `text` in two near its first `1 - share`, at white space if there is some."""
+    place = next_space(text, len(text) - int(len(text) * share))
     return text[:place], text[place:]
+
+
+def next_space(text: str, place: int) -> int:
+    """The first white space of `text` from `place` on, or `place` if none is near: Chinese has few."""
+    space = SPACE.search(text, place, place + LONGEST_WORD)
+    return space.start() if space else place
 
 
 def skipped_positions(num_blocks: int, length: int, reach: int, seed: int = 0) -> Tensor:

@@ -170,6 +170,7 @@ def test_without_held_out_blocks_everything_is_trained_on(prepared, tmp_path):
 def test_a_document_is_cut_at_white_space_where_there_is_some():
     assert HeldOut(tail=0.5).split("alpha beta gamma") == ("alpha beta", " gamma")
     assert HeldOut(tail=0.5).split("abcdefgh") == ("abcd", "efgh")
+    assert HeldOut(tail=0.1).split("字" * 10_000 + "\n") == ("字" * 9001, "字" * 999 + "\n")
 
 
 def test_shares_add_up():

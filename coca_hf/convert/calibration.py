@@ -448,10 +448,11 @@ class CalibrationRun:
         replace_text(self.seconds_file, json.dumps(record))
 
     def _earlier_seconds(self) -> defaultdict[str, float]:
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
             record = json.loads(self.seconds_file.read_text())
             if record["settings"] == self.task.settings:
-                return defaultdict(float, record["seconds"])
+                seconds = record["seconds"].items()
+                return defaultdict(float, {part: float(value) for part, value in seconds})
         return defaultdict(float)
 
     def _finished_layers(self) -> list[LayerFit]:

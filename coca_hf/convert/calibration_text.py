@@ -11,7 +11,6 @@ import functools
 import itertools
 import math
 import random
-import re
 from collections import deque
 from collections.abc import Iterator
 
@@ -29,7 +28,7 @@ from coca_hf.held_out import (
     tokens_per_character,
 )
 from coca_hf.models.attention import layer_types
-from coca_hf.tokens import Encoder, Piece, ordinary_tokens
+from coca_hf.tokens import Encoder, Piece, next_space, ordinary_tokens
 
 SHORTEST_BLOCK = 4  # tokens, one for each part that its queries are taken in
 SHORTEST_PERIOD = 16  # of a repeated passage
@@ -39,7 +38,6 @@ HELD_OUT_BLOCKS = 8  # at most
 TRAINING_HELD_OUT_TOKENS = 2**18  # at most, by coca-train
 MAX_CROWD = 16  # more cost short texts, and gain little in long ones
 HUB_CHARACTERS = 2**28  # of a data set on the hub
-SPACE = re.compile(r"\s")
 
 
 def calibration_blocks(
@@ -114,8 +112,7 @@ def _blocks(
         while ahead and ahead[0] < before + len(text):
             open_blocks.append(torch.empty(0, dtype=torch.long))
             start = ahead.popleft() - before
-            space = SPACE.search(text, start)
-            beginnings.append(space.start() if start and space else start)
+            beginnings.append(next_space(text, start) if start else start)
         before += len(text)
         filled = []
         for block, start in zip(open_blocks, beginnings, strict=True):

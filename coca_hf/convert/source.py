@@ -423,10 +423,13 @@ def _passed_over(reader: Any) -> str | None:
     name = "tokenizer.ggml.add_space_prefix"  # which byte-level tokenizers never have
     if _value(reader, "tokenizer.ggml.model") == "llama" and not _value(reader, name, True):
         return f"{name}=False"
-    sizes = ("rope.dimension_count", "attention.head_count", "embedding_length")
-    rotated, heads, width = (_value(reader, f"phi3.{size}") for size in sizes)
-    if rotated and heads and width and rotated * heads < width:
-        return f"phi3.rope.dimension_count={rotated}"
+    family = _value(reader, "general.architecture")
+    sizes = "attention.head_count", "embedding_length", "attention.key_length"
+    heads, width, head_dim = (_value(reader, f"{family}.{size}") for size in sizes)
+    name = f"{family}.rope.dimension_count"
+    rotated = _value(reader, name)
+    if rotated and (head_dim or (heads and width)) and rotated < (head_dim or width // heads):
+        return f"{name}={rotated}"
     return None
 
 

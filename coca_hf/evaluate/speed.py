@@ -233,14 +233,17 @@ def _step(model: Any, mode: str, length: int, batch_size: int) -> Step:
     def decode() -> None:
         model(input_ids=ids[:, -1:], use_cache=True, **{CACHE: cache}, **last)
 
-    return Step(
-        decode,
-        lambda: _bytes(part for layer in cache.layers for part in (layer.keys, layer.values)),
-    )
+    def held_in_cache() -> int:
+        parts = [part for layer in cache.layers for part in (layer.keys, layer.values)]
+        return _bytes([*parts, *itertools.chain(*getattr(cache, "held_unit_keys", {}).values())])
+
+    return Step(decode, held_in_cache)
 
 
 def _bytes(tensors: Iterable[Any]) -> int:
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+    """What the tensors hold, with the room behind views of larger ones."""
+    held = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
 
 def _timed(step: Step, model: Any) -> tuple[float, int | None]:

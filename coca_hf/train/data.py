@@ -350,7 +350,7 @@ class Corpus:
         largest = max(self.tokenizer.get_vocab().values())
         small = "uint16" if largest < 2**16 else "uint32"
         return {
-            "format": 14,
+            "format": 15,
             "sources": described,
             "tokenizer": tokenizer_hash(self.tokenizer),
             "tokens": min(largest + 1, self.encoder.vocab_size),

@@ -164,6 +164,7 @@ CHANGES = {
     "llama.rope.scaling.attn_factor=0.5": lambda w: w.add_rope_scaling_attn_factors(0.5),
     "llama.attention.causal=False": lambda w: w.add_causal_attention(False),
     "phi3.rope.dimension_count=6": lambda w: w.add_rope_dimension_count(6),
+    "qwen2.rope.dimension_count=4": lambda w: w.add_rope_dimension_count(4),
     "tokenizer.ggml.add_space_prefix=False": lambda w: without_space_prefix(w),
     "": lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.NONE),
 }
@@ -176,7 +177,7 @@ def without_space_prefix(writer):
 
 @pytest.mark.parametrize(
     ("case", "change"),
-    [("phi3" if change.startswith("phi3") else "llama", change) for change in CHANGES],
+    [(of if (of := change.split(".")[0]) in CASES else "llama", change) for change in CHANGES],
 )
 def test_what_transformers_ignores_is_refused(case, change, model, tiny_tokenizer, tmp_path):
     write_gguf(tmp_path / "model.gguf", model, CASES[case][0], tiny_tokenizer, CHANGES[change])

@@ -14,6 +14,7 @@ from coca_hf.errors import CocaError
 from coca_hf.evaluate import rows, speed
 from coca_hf.evaluate.loaded_model import load_model
 from coca_hf.evaluate.speed import MEASUREMENT, MODES, parse_modes, speed_rows
+from coca_hf.models.cache import ROOM
 from tests.conftest import TINY, refused
 from tests.evaluate.runs import raw_of, run_of
 
@@ -82,15 +83,18 @@ def test_the_peak_of_a_step_counts_memory_that_earlier_steps_have_freed(tiny_tok
         assert row["peak_bytes"] > 3 * weights + 2 * 256 * 40_000 * 4
 
 
-def test_decoding_holds_its_cache_and_a_coca_cache_is_three_quarters_of_a_plain_one(coca, llama):
+def test_decoding_holds_a_cache_of_three_quarters_of_a_plain_one_with_its_room_and_unit_keys(
+    coca, llama
+):
     plain, ours = (speed._step(each.model, "decode", 640, 1) for each in (llama, coca))
     for step in (plain, ours):
         step.run()
     # Of 2 key/value heads, head_dim 8: keys and values of 3 layers, 641 tokens, 4 bytes
     width = 2 * 8
     assert plain.held_bytes() == 641 * 3 * 2 * width * 4
-    angles = 641 * 8 * 4
-    assert ours.held_bytes() == 641 * 3 * (width + width // 2) * 4 + angles
+    angles = unit_keys = 8
+    held = (641 + ROOM) * (3 * (width + width // 2) + angles) + 641 * unit_keys
+    assert ours.held_bytes() == 4 * held
 
 
 @pytest.mark.parametrize("length", [14, 40])  # of the original's 16 tokens
