@@ -178,11 +178,13 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
         if place != places[number]:
             for parameter in {*model.base_model.layers[number].parameters()} - {*parts[1]}:
                 parameter.data = parameter.data.to(*place)
-    for name, value in vars(config).items():
+    not_carried = {"architectures", "auto_map"}  # saving sets them
+    if config._attn_implementation == "coca":  # which the original cannot use
+        not_carried.add("_attn_implementation_internal")
+    for name in vars(config).keys() - not_carried:
+        value = getattr(config, name)
         is_set = name not in fields or value != fields[name]
-        # which saving sets, and an attention that only CoCA models have
-        is_of_both = name not in fields or hasattr(model.config, name)
-        if is_set and is_of_both and name not in ("architectures", "auto_map") and value != "coca":
+        if is_set and (name not in fields or hasattr(model.config, name)):
             setattr(model.config, name, value)
     _set_training_state(model, *state)
     return model

@@ -538,7 +538,9 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 def _code_of_tokenizer(file: Path) -> Any:
     """What `file`, a tokenizer_config.json, names as the tokenizer's own code, if it does."""
-    auto_map = read_json(file).get("auto_map") if file.is_file() else None
+    auto_map = None
+    with contextlib.suppress(CocaError):  # one that cannot be read is copied as it is
+        auto_map = read_json(file).get("auto_map") if file.is_file() else None
     return auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map
 
 

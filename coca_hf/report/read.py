@@ -49,9 +49,9 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
         for field, *same in (("model_path", "model", "fingerprint"), *of_text):
             if row.get(same[-1]):
                 row[field] = firsts.setdefault((field, *map(row.get, same)), row[field])
-    measured = set(map(_identity, filter(counts, rows)))
+    measured = set(map(_state_of, filter(counts, rows)))
     found = latest(
-        (row for row in rows if counts(row) or _identity(row) not in measured), _measured
+        (row for row in rows if counts(row) or _state_of(row) not in measured), _measured
     )
     # A failed benchmark has a row without a metric; once it succeeds, it has a row for each
     answered = {
@@ -111,7 +111,8 @@ def _table_of(row: dict) -> tuple:
     return row["task"], marked(MEASUREMENTS[row["task"]].row, SHARED, row)
 
 
-def _identity(row: dict) -> str:
+def _state_of(row: dict) -> str:
+    """What it measures, of which state of the model's files and of the text."""
     return marked(MEASUREMENTS[row["task"]].row, IDENTITY, row)
 
 

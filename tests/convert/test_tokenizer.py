@@ -189,6 +189,13 @@ def test_a_tokenizer_that_needs_its_own_code_is_copied_and_said_to_need_it(
     assert ours(SAMPLES[0]).input_ids == theirs(SAMPLES[0]).input_ids
 
 
+def test_a_tokenizer_config_that_cannot_be_read_is_copied_as_it_is(source, tmp_path):
+    (source / "tokenizer_config.json").write_text("{broken")
+    record = convert_checkpoint(source, tmp_path / "dst")
+    assert (tmp_path / "dst" / "tokenizer_config.json").read_text() == "{broken"
+    assert "tokenizer_not_taken" not in record
+
+
 def test_a_tokenizer_that_loads_without_its_code_names_none(source, tmp_path):
     edit_json(source / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "tok_own.Own"]})
     convert_checkpoint(source, tmp_path / "dst")
