@@ -12,7 +12,7 @@ biases)
 - Competition among many keys is not learnt from few keys, so a block of 1,024 keys stands for the
   8,192 or so that the original was trained on: in both maps, each key before the last place where
   positions are skipped counts for `crowd` keys (`earlier_keys`). Without that, far keys take too
-  much in texts of thousands of tokens, the more the longer the text (docs/results/content-pairs).
+  much in texts of thousands of tokens, the more the longer the text (docs/results/calibrate).
 - A step computes the maps of a few queries, drawn in proportion to w_m (`Strata`), from the
   original's own queries and keys. The gradient of KL by CoCA's scores is the difference of the maps.
 - With the gradient of ReLU, half of the coefficients would soon be negative for every token and

@@ -12,7 +12,7 @@ calibrated: on what is read a second time (`copies`), the mean over tokens, in n
 
 less the same mean on what is read there for the first time. Without that subtraction the first
 layers come first, whose conversion changes all predictions, and lookups lose more
-(docs/results/content-pairs). `coca-eval layers` measures more: each layer also as the last one to
+(docs/results/kept-layers). `coca-eval layers` measures more: each layer also as the last one to
 be converted.
 """
 

@@ -12,7 +12,7 @@ division lets all tokens count alike: attention sinks have norms a thousand time
 `RIDGE` times the mean of the diagonal of what o's second moments are in this sum.
 
 Positions are in order. With skipped ones, whose maps are farther from the original's, the regression
-shrinks W_O, and repeated passages come out worse than without it (docs/results/content-pairs).
+shrinks W_O, and repeated passages come out worse than without it (docs/results/calibrate).
 """
 
 import math

@@ -66,7 +66,7 @@ from coca_hf.train.processes import Stopped
 from coca_hf.train.recipe import Data, Source
 
 ANSWER = 2**31  # added to a token that is an answer; larger than any token
-SKIPPING = 0.5  # the share of blocks with skipped positions; docs/results/content-pairs
+SKIPPING = 0.5  # the share of blocks with skipped positions; docs/results/all-layers
 AGAIN = "`coca-train RECIPE --prepare` makes them again"
 LARGE_DOCUMENT = 10_000_000  # characters: a dozen novels
 SHUFFLE_TOKENS = 2**21  # of a source, from which its next block is drawn: 1024 blocks of 2048
