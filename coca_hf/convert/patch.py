@@ -76,6 +76,11 @@ def patch_(
             "it with a quantization_config that has dequantize=True"
         )
 
+    if isinstance(keep_layers, (int, str)) or isinstance(content_layers, str):
+        raise CocaError(
+            f"patch_: got keep_layers={keep_layers!r}, content_layers={content_layers!r}, expected "
+            "numbers of layers, as in [8, 17]; convert_checkpoint finds them, with calibrate_on"
+        )
     _check_movable(model)
     keep_layers = sorted(keep_layers)
     check_kept_window(keep_window, keep_layers, name="patch_: keep_window")
@@ -152,12 +157,12 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
     own_method = next((name for name, m in model.named_modules() if _has_own_method(m)), None)
     own_buffers = _buffers(model) - buffers
     state, config = _training_state(model), model.config
-    head = getattr(model.get_output_embeddings(), "weight", None)  # classifiers have none
+    rows = getattr(model.get_output_embeddings(), "weight", torch.empty(0)).shape  # some have none
     coca = type(model), model.__dict__
     model.__class__, model.__dict__ = original
-    original_head = getattr(model.get_output_embeddings(), "weight", None)
+    original_rows = getattr(model.get_output_embeddings(), "weight", torch.empty(0)).shape
     problem = None
-    if original_head is not head or model.config.vocab_size != config.vocab_size:
+    if original_rows != rows or model.config.vocab_size != config.vocab_size:
         problem = "embeddings that were resized since patch_; load the original again and resize it"
     elif is_replaced:
         problem = (
@@ -168,7 +173,10 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
         problem = "hooks that were registered since patch_, which would be lost; remove them first"
     elif own_method is not None:
         name = own_method or "the model"
-        problem = f"a method of your own on {name}, which would be lost; delete it first"
+        problem = (
+            f"a method of your own on {name}, or compiled code, which would be lost; delete the "
+            "method first, and compile afterwards"
+        )
     elif own_buffers:
         problem = f"{min(own_buffers)}, a buffer of your own, which would be lost; remove it first"
     if problem:

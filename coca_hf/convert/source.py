@@ -7,6 +7,7 @@ import glob
 import json
 import os
 import shutil
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -311,13 +312,16 @@ class GgufSource(Source):
             stack.enter_context(READING_GGUF)  # first, or we would wrap another thread's cache
             once: dict[str, Any] = {name: functools.cache(getattr(gguf, name)) for name in names}
             stack.enter_context(patch.multiple(gguf, **once))
+            # alone, because transformers would read a tokenizer or an adapter that is beside it
+            alone = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            (alone / file.name).symlink_to(file.absolute())
             # first, because GGUFReader counts up to the lengths that the file claims
-            self.tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-            reader = gguf.GGUFReader(str(file))
+            self.tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=file.name)
+            reader = gguf.GGUFReader(str(alone / file.name))
             _check_readable(reader, file)
             _follow_llama_cpp(self.tokenizer, reader)
             self._model, loading = AutoModelForCausalLM.from_pretrained(
-                file.parent,
+                alone,
                 gguf_file=file.name,
                 quantization_config=transformers.GgufConfig(dequantize=True),
                 dtype=torch.float32,
@@ -344,6 +348,10 @@ class GgufSource(Source):
     def save_companions(self, directory: Path, ntk_length: int | None) -> None:
         """Write the tokenizer and the generation config that the file carries."""
         self.tokenizer.save_pretrained(directory)
+        if _behaviour(load_tokenizer(directory)) != _behaviour(self.tokenizer):
+            # its class, such as Qwen2's, splits words in a way of its own instead of the file's
+            fields = read_json(directory / TOKENIZER) | {"tokenizer_class": "TokenizersBackend"}
+            (directory / TOKENIZER).write_text(json.dumps(fields, indent=2) + "\n")
         self._model.generation_config.save_pretrained(directory)
         if ntk_length:
             _raise_tokenizer_length(directory / TOKENIZER, ntk_length)
@@ -357,6 +365,13 @@ def _check_readable(reader: Any, file: Path) -> None:
         raise CocaError(
             f"{file}: got one of {number} shards, expected a whole model; merge them with "
             "llama.cpp (llama-gguf-split --merge FIRST_SHARD OUT.gguf)"
+        )
+    names = "general.architecture", "general.name"
+    if [_value(reader, name) for name in names] == ["llama", "mistral"]:
+        raise CocaError(
+            f"{file}: got general.name='mistral', which transformers' reader of GGUF takes for an "
+            "architecture that it lacks; expected another name (gguf-new-metadata --general-name "
+            "NAME IN OUT)"
         )
     if assumed := _assumed(reader):
         raise CocaError(

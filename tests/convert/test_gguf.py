@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coca_hf import convert_checkpoint
@@ -225,6 +227,32 @@ def test_tensors_that_transformers_adds_or_drops_are_refused(case, model, tiny_t
 
 
 @pytest.mark.parametrize("case", ["llama"])
+def test_a_name_that_transformers_takes_for_an_architecture_is_refused(
+    case, model, tiny_tokenizer, tmp_path
+):
+    def rename(writer):
+        writer.kv_data[0]["general.name"].value = "mistral"
+
+    write_gguf(tmp_path / "model.gguf", model, case, tiny_tokenizer, rename)
+    message = "got general.name='mistral', which transformers' reader"
+    refuses(message, tmp_path / "model.gguf", tmp_path / "dst")
+
+
+@pytest.mark.parametrize("case", ["llama"])
+def test_what_lies_beside_a_file_is_not_read(case, model, tiny_tokenizer, tmp_path):
+    write_gguf(tmp_path / "model.gguf", model, case, tiny_tokenizer)
+    convert_checkpoint(tmp_path / "model.gguf", tmp_path / "alone")
+    words = {"[UNK]": 0, "to": 1, "die": 2}
+    other = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    other.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "another/base"}')
+    convert_checkpoint(tmp_path / "model.gguf", tmp_path / "beside")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        ours, theirs = (tmp_path / place / name for place in ("beside", "alone"))
+        assert ours.read_bytes() == theirs.read_bytes()
+
+
+@pytest.mark.parametrize("case", ["llama"])
 def test_one_of_several_shards_is_refused(case, model, tiny_tokenizer, tmp_path):
     file = tmp_path / "model-00001-of-00003.gguf"
     write_gguf(file, model, case, tiny_tokenizer, lambda w: w.add_uint16("split.count", 3))
@@ -281,6 +309,29 @@ def test_special_tokens_are_those_of_the_file_and_surround_a_text_as_in_llama_cp
     assert (made.pad_token_id, made.bos_token_id, made.eos_token_id) == (0, 1, 2)
     ids, inner = made("to die").input_ids, made("to die", add_special_tokens=False).input_ids
     assert ids == [1] * around[0] + inner + [2] * around[1]
+
+
+@pytest.mark.parametrize("case", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("split", ["llama-bpe", "gpt-2", "qwen2"])
+def test_words_are_split_as_the_file_says_whatever_its_family(
+    case, split, model, tiny_tokenizer, tmp_path
+):
+    """The tokenizer of Qwen2 splits numbers into digits whatever it was saved with."""
+
+    def describe(writer):
+        writer.add_tokenizer_pre(split)
+        words = writer.kv_data[0]["tokenizer.ggml.tokens"].value
+        words[-2:] = ["12", "34"]
+        writer.kv_data[0]["tokenizer.ggml.merges"].value = ["1 2", "3 4"]
+
+    write_gguf(tmp_path / "model.gguf", model, CASES[case][0], tiny_tokenizer, describe)
+    convert_checkpoint(tmp_path / "model.gguf", tmp_path / "dst")
+    with contextlib.closing(source.open_source(str(tmp_path / "model.gguf"))) as opened:
+        theirs = opened.tokenizer
+    ours = AutoTokenizer.from_pretrained(tmp_path / "dst")
+    for text in ("12 34", "to die", "Ay, 1234\n e\u0301"):
+        assert ours(text).input_ids == theirs(text).input_ids
+    assert len(ours) == len(theirs)
 
 
 @pytest.mark.parametrize("case", ["llama"])
