@@ -178,7 +178,8 @@ def markdown(part: Part | Section, level: int = 1) -> str:
 
 def escape(text: str) -> str:
     """`text` on one line, with all signs escaped that Markdown would interpret."""
-    for sign in "\\|*_`<":
+    for sign in "\\|*_`<~":
         text = text.replace(sign, f"\\{sign}")
     text = text.replace("](", "]\\(")  # neither a link nor an image
+    text = re.sub(r"&(?=#?\w+;)", r"\\&", text)  # nor the name of a sign
     return " ".join(text.split())

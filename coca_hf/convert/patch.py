@@ -157,13 +157,13 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
     own_method = next((name for name, m in model.named_modules() if _has_own_method(m)), None)
     own_buffers = _buffers(model) - buffers
     state, config = _training_state(model), model.config
-    rows = getattr(model.get_output_embeddings(), "weight", torch.empty(0)).shape  # some have none
+    head = getattr(model.get_output_embeddings(), "weight", None)  # classifiers have none
     coca = type(model), model.__dict__
     model.__class__, model.__dict__ = original
-    original_rows = getattr(model.get_output_embeddings(), "weight", torch.empty(0)).shape
+    original_head = getattr(model.get_output_embeddings(), "weight", None)
     problem = None
-    if original_rows != rows or model.config.vocab_size != config.vocab_size:
-        problem = "embeddings that were resized since patch_; load the original again and resize it"
+    if original_head is not head or model.config.vocab_size != config.vocab_size:
+        problem = "embeddings that were resized or replaced since patch_; load the original again"
     elif is_replaced:
         problem = (
             "modules or parameters that were replaced since patch_, such as adapters or what their "
@@ -174,8 +174,8 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
     elif own_method is not None:
         name = own_method or "the model"
         problem = (
-            f"a method of your own on {name}, or compiled code, which would be lost; delete the "
-            "method first, and compile afterwards"
+            f"a method of your own on {name}, which would be lost; delete it first, or compile the "
+            "model afterwards"
         )
     elif own_buffers:
         problem = f"{min(own_buffers)}, a buffer of your own, which would be lost; remove it first"

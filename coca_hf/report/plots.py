@@ -8,6 +8,7 @@ from functools import cache
 from html import escape
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -94,7 +95,8 @@ def to_png(figure: Figure) -> bytes:
     drawn, png = io.BytesIO(), io.BytesIO()
     with matplotlib.rc_context(STYLE):
         figure.savefig(drawn, format="png", dpi=200)
-    with Image.open(drawn) as image:
+    # Pillow takes a long legend for an attack
+    with patch.object(Image, "MAX_IMAGE_PIXELS", None), Image.open(drawn) as image:
         palette = image.convert("RGB").quantize(256, dither=Image.Dither.NONE)
         palette.save(png, "PNG", optimize=True, dpi=(200, 200))
     return png.getvalue()

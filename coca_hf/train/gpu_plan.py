@@ -54,9 +54,11 @@ from coca_hf.train.objectives import (
     fuse_cross_entropy_,
 )
 from coca_hf.train.preflight import (
+    check_head,
     check_model,
     check_model_for_context_parallel,
     check_optimizer,
+    check_overrides,
     check_positions,
     check_teacher,
 )
@@ -162,12 +164,17 @@ def plan_recipe(
         )
     check_model(recipe)
     student = start_config(recipe)
+    check_head(recipe.start, student)
     if recipe.teacher:
         check_teacher(recipe, student)
     stages: list[StagePlan] = []
     notes = [
         f"a stage fits if its peak leaves {RESERVE:.0%} of the memory free, for what no tensor shows"
     ]
+    try:  # a model of another size can be planned
+        check_overrides(recipe)
+    except CocaError as refusal:
+        notes.append(f"training would refuse this: {refusal}")
     if notice := check_positions(recipe, student):
         notes.append(notice)
     for stage in recipe.stages:

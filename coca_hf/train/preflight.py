@@ -35,7 +35,7 @@ from coca_hf.errors import CocaError, library_errors, nearest, one_line, short
 from coca_hf.files import locked
 from coca_hf.models.attention import layer_types
 from coca_hf.models.cache import KEY_FIELDS
-from coca_hf.models.hub import TRAINING, without_paths
+from coca_hf.models.hub import TRAINING
 from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES
 from coca_hf.precision import matrix_dtype
 from coca_hf.train import model as models
@@ -170,9 +170,9 @@ def _check_and_begin(
     # The tokenizer, and a block of every source
     corpus = Corpus(recipe.data, models.start_tokenizer(recipe), config.vocab_size, check_stop)
     check_tokenizer(corpus.tokenizer, config)
+    if recipe.teacher:
+        check_teacher_tokens(str(recipe.teacher), corpus.tokenizer, config.vocab_size)
     if notice := check_positions(recipe, config):
-        announce(notice)
-    if recipe.model and (notice := seen_before(recipe, origins["model"][1])):
         announce(notice)
     commits = corpus.pin_((noted or {}).get("commits"))
     if not corpus.has(num_blocks):  # prepared blocks need no sources
@@ -191,6 +191,8 @@ def _check_and_begin(
     if recipe.teacher and (notice := unusual_teacher(recipe, inputs)):
         announce(notice)
     inputs["blocks"] = corpus.directory.name
+    if recipe.model and (notice := seen_before(recipe, origins["model"][1], inputs["blocks"])):
+        announce(notice)
     inputs["blocks_per_step"] = {stage.name: stage.blocks_per_step for stage in stages}
     check_inputs(out_dir, noted, inputs)
     begin_out(out_dir, given, inputs)
@@ -518,6 +520,23 @@ def check_teacher(recipe: Recipe, student: PreTrainedConfig) -> None:
         )
 
 
+def check_teacher_tokens(teacher: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Raises CocaError if the teacher's tokenizer has other ids for the student's tokens. Added ones
+    may differ.
+    """
+    try:
+        theirs = models.load_tokenizer(teacher).get_vocab()
+    except CocaError:
+        return  # it has none
+    added = tokenizer.get_added_vocab()
+    for token, number in tokenizer.get_vocab().items():
+        if token not in added and number < vocab_size and theirs.get(token) != number:
+            raise CocaError(
+                f"teacher: {teacher} has a tokenizer with the id {theirs.get(token)} for "
+                f"{short(token)}, expected the model's, {number}; take the one it was converted from"
+            )
+
+
 def unusual_teacher(recipe: Recipe, inputs: dict[str, Any]) -> str | None:
     """A notice if the teacher has the weights of the model, or is a CoCA model itself."""
     weights = [
@@ -574,11 +593,14 @@ def check_positions(recipe: Recipe, config: PreTrainedConfig) -> str | None:
     )
 
 
-def seen_before(recipe: Recipe, start: Path) -> str | None:
-    """A notice if the model in `start` was trained on the blocks that the first stage begins with."""
-    record, now = read_record(start / TRAINING), without_paths(recipe.data.model_dump())
-    end, before = record.get("end_block"), record.get("recipe", {}).get("data", {})
-    if not end or any(before.get(key) != now[key] for key in ("sources", "seed", "seq_len")):
+def seen_before(recipe: Recipe, start: Path, blocks: str) -> str | None:
+    """A notice if the model in `start` was trained on the blocks that the first stage begins with.
+
+    blocks: the name of their directory, which is a hash of what makes them.
+    """
+    record = read_record(start / TRAINING)
+    end = record.get("end_block")
+    if not end or record.get("blocks") != blocks:
         return None
     return (
         f"model: {recipe.start} has seen blocks 0 to {end - 1:,} of this data, which "

@@ -407,6 +407,7 @@ def _make_record(
         "tokens_seen": end_block * seq_len,
         "start_block": stage.start_block,
         "end_block": end_block,
+        "blocks": trainer.train_dataset.blocks.directory.name,
         "blocks_per_step": stage.blocks_per_step,
         "seconds": round(log.seconds, 3),
         "skipped_steps": log.place["skipped_steps"],

@@ -216,7 +216,7 @@ def test_unpatch_refuses_embeddings_that_were_resized(model, sizes):
     patch_(model, keep_original=True)
     for size in sizes:
         model.resize_token_embeddings(size)
-    refused("unpatch_: got embeddings that were resized since patch_", unpatch_, model)
+    refused("unpatch_: got embeddings that were resized or replaced since", unpatch_, model)
     assert type(model) is CocaLlamaForCausalLM
     assert model(torch.arange(20)[None]).logits.shape == (1, 20, sizes[-1])
 
@@ -409,3 +409,11 @@ def test_a_sharded_model_is_refused(tiny_llama_dir, tmp_path):
         refused(r"patch_: lm_head.weight is a DTensor", patch_, model)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "layers", [{"keep_layers": 1}, {"keep_layers": "auto"}, {"content_layers": "auto"}]
+)
+def test_patch_takes_numbers_of_layers_alone(model, layers):
+    refused(r"patch_: got keep_layers=.* expected numbers of layers", patch_, model, **layers)
+    assert type(model) is LlamaForCausalLM

@@ -14,7 +14,7 @@ from coca_hf.errors import CocaError
 from coca_hf.evaluate.measurements import MEASUREMENTS
 from coca_hf.page import FAR, LOOKS, Curve, Key, Plot, markdown
 from coca_hf.report import read_page, read_tables, tables_markdown, write_report
-from coca_hf.report.plots import COLORS, CSS_NAMES, PAPER, draw, look, to_svg
+from coca_hf.report.plots import COLORS, CSS_NAMES, PAPER, draw, look, to_png, to_svg
 from tests.conftest import refused
 from tests.report.made import row, with_raw, write_rows
 
@@ -548,13 +548,22 @@ def test_markdown_and_html_in_names_and_commands_stay_what_they_are(page):
     commands = ["coca-eval perplexity 'a\n```\n# not a heading\n````\nb'", "coca-eval perplexity c"]
     link = "![x](https://example.org/seen.png)"
     books = {"data": "<my>_books*", "command": commands[0]}
-    made = page(row("a|b*c", value=8.0, **books), row(link, **books | {"command": commands[1]}))
-    assert "| a\\|b\\*c | 8.00 |" in made
+    name = "a|b*c ~~d~~ &lt;e"
+    made = page(row(name, value=8.0, **books), row(link, **books | {"command": commands[1]}))
+    assert r"| a\|b\*c \~\~d\~\~ \&lt;e | 8.00 |" in made
     assert "\\<my>\\_books\\*, 2 documents, stride 256" in made
     assert "<summary>Perplexity: &lt;my&gt;_books*, 2 documents" in made
     assert "`````\n" + "\n".join(commands) + "\n`````\n" in made
     assert "](https" not in made
     assert r"![x]\(https://example.org/seen.png)" in made
+
+
+def test_a_picture_that_pillow_takes_for_an_attack_is_drawn(figures, monkeypatch):
+    """A legend of hundreds of models has more than the 178 million pixels that Pillow reads."""
+    figure = figures(row(length=256), row(length=512))["perplexity"]
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    png = to_png(draw(figure.drawing, 5, 3, True))
+    assert png.startswith(b"\x89PNG")
 
 
 def test_a_last_line_cut_short_is_left_out_and_one_without_its_end_is_shown(run):

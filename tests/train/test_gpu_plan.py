@@ -316,5 +316,6 @@ def test_the_command_prints_a_table_and_notes(path):
     assert result.exit_code == 0, result.exception
     assert "2 x H100, 80 GiB each, at MFU 0.4 of 989 TFLOPS" in result.stdout
     assert "stages.k: planned without torch_compile" in result.stdout
+    assert "training would refuse this: config.num_hidden_layers: got 1, exp" in result.stdout
     (tokens,) = [line for line in result.stdout.splitlines() if line.startswith("│ tokens ")]
     assert re.findall(r"[\d,.]+B?", tokens) == ["2,400", "4.8B"]

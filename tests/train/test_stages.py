@@ -460,11 +460,17 @@ def test_a_teacher_that_is_replaced_before_its_stage_is_not_learned_from(
     assert not (tmp_path / "out/2-qkv").exists()
 
 
-@pytest.mark.parametrize("setting", [None, "data.seed=1", "data.seq_len=21"])
+@pytest.mark.parametrize("setting", [None, "data.seed=1", "data.seq_len=21", "other text"])
 def test_a_run_says_if_its_model_has_seen_its_blocks(
-    recipe_path, unbroken, tmp_path, capsys, setting
+    recipe_path, texts, unbroken, tmp_path, capsys, setting
 ):
-    settings = [f"model={unbroken / '1-k'}", *([setting] if setting else [])]
+    """Files count by what is in them, wherever they are."""
+    moved = shutil.copytree(texts, tmp_path / "moved")
+    settings = [f"model={unbroken / '1-k'}", f"data.sources.0.path={moved}/words/*.txt"]
+    if setting == "other text":
+        (moved / "words/0.txt").write_text("dcba " * 300)
+    elif setting:
+        settings.append(setting)
     with interrupted_in_step(1):
         run_recipe(load_recipe(recipe_path, settings), tmp_path / "out")
     notice = (

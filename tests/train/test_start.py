@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -16,6 +17,7 @@ from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    PreTrainedTokenizerFast,
     Qwen3Config,
 )
 
@@ -29,6 +31,7 @@ from coca_hf.train.preflight import (
     check_overrides,
     check_positions,
     check_teacher,
+    check_teacher_tokens,
     check_tokenizer,
     lock,
     resolve_stages,
@@ -173,6 +176,26 @@ def test_a_tokenizer_of_another_model_is_refused_and_added_tokens_are_not(tiny_t
     check_tokenizer(tokenizer, LlamaConfig(vocab_size=259))
     message = "a tokenizer with a token 258, expected one below the model's vocab_size, 99"
     refused(message, check_tokenizer, tokenizer, LlamaConfig(vocab_size=99))
+
+
+def test_a_teacher_that_has_other_ids_for_the_tokens_is_refused(
+    recipe_path, tiny_llama_dir, tiny_tokenizer, tmp_path
+):
+    """Two models may have as many tokens, and others; the student may have one more."""
+    steps = json.loads(tiny_tokenizer.backend_tokenizer.to_str())
+    vocab = steps["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    other = shutil.copytree(tiny_llama_dir, tmp_path / "other")
+    swapped = Tokenizer.from_str(json.dumps(steps))
+    PreTrainedTokenizerFast(tokenizer_object=swapped).save_pretrained(other)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama_dir)
+    tokenizer.add_tokens(["[PAD]"], special_tokens=True)
+    check_teacher_tokens(str(tiny_llama_dir), tokenizer, 260)
+    message = rf"teacher: {other} has a tokenizer with the id \d+ for '[ab]', expected the model's"
+    refused(message, check_teacher_tokens, str(other), tokenizer, 260)
+    recipe = load_recipe(recipe_path, [f"teacher={other}", "stages.k.objective=distill"])
+    refused(f"teacher: {other} has a tokenizer with", run_recipe, recipe, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_text_that_names_an_added_token_which_the_model_has_not_is_refused(
