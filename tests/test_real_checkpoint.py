@@ -19,7 +19,7 @@ from coca_cli.convert import app as convert_app
 from coca_cli.evaluate import app as evaluate_app
 from coca_cli.train import app as train_app
 from coca_hf import patch_
-from coca_hf.convert.calibrate import divergences, fit, run_original
+from coca_hf.convert.layer_fit import divergences, fit, run_original
 from coca_hf.convert.layer_pairs import Angles
 from coca_hf.precision import matrix_dtype
 from coca_hf.tokens import skipped_positions

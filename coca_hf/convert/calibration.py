@@ -1,6 +1,6 @@
 """`--calibrate`: fit the attention of all layers, and find the layers whose conversion harms most.
 
-The layers are fitted one at a time (`calibrate.py`), on the hidden states that the original has
+The layers are fitted one at a time (`layer_fit.py`), on the hidden states that the original has
 there; then W_O of all of them is fitted on those of the converted model (`refit.py`). Memory holds
 a pair of layers (`LayerPairs`) and what the original's attention sees there (`AttentionInputs`);
 hidden states are in files. A run that is killed continues with the layer it was at.
@@ -35,7 +35,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from coca_hf.convert.calibrate import (
+from coca_hf.convert.calibration_text import (
+    calibration_blocks,
+    copies,
+    crowd_size,
+    reach,
+    repeated_blocks,
+)
+from coca_hf.convert.config import head_of
+from coca_hf.convert.layer_fit import (
     STEPS,
     FitTask,
     divergences,
@@ -45,14 +53,6 @@ from coca_hf.convert.calibrate import (
     make_content_layer_,
     run_original,
 )
-from coca_hf.convert.calibration_text import (
-    calibration_blocks,
-    copies,
-    crowd_size,
-    reach,
-    repeated_blocks,
-)
-from coca_hf.convert.config import head_of
 from coca_hf.convert.layer_pairs import (
     BATCH_TOKENS,
     FITTED,

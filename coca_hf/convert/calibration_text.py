@@ -4,7 +4,7 @@ Plain text seldom makes heads look something up (previous-token and induction he
 docs/results/attention-limits.md), so half of the blocks repeat passages (`repeated_blocks`). Blocks
 stand for longer texts: positions are skipped between their pieces, up to the number that the
 original was trained on (`tokens.skipped_positions`), and far keys count for many
-(`calibrate.earlier_keys`). Otherwise the model would learn neither long distances nor many keys.
+(`layer_fit.earlier_keys`). Otherwise the model would learn neither long distances nor many keys.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """W_O of the calibrated layers, by ridge regression on the hidden states of the converted model.
 
-`calibrate.py` fits each layer on what the original has there. Put together, each layer reads what the
+`layer_fit.py` fits each layer on what the original has there. Put together, each layer reads what the
 layers before it made of the text, and their small differences add up. So every converted layer, in
 order, gets the W_O that brings the residual stream after its attention nearest to the original's,
 earlier differences included (GPTAQ, arXiv 2504.02692):

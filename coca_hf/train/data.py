@@ -394,7 +394,7 @@ class Corpus:
         self.data.pin_(commits)
         return commits
 
-    def check(self) -> None:
+    def check_sources(self) -> None:
         """Read the first blocks of every source, and see whether blocks may be written, to refuse
         early what would stop a preparation.
 

@@ -176,7 +176,7 @@ def _check_and_begin(
         announce(notice)
     commits = corpus.pin_((noted or {}).get("commits"))
     if not corpus.has(num_blocks):  # prepared blocks need no sources
-        corpus.check()
+        corpus.check_sources()
     # The hashes of all weights and data, which decide the training and are not in the recipe
     on_hub = {key: name for key, (name, _) in origins.items() if not Path(name).exists()}
     inputs: dict[str, Any] = {"sources": corpus.files}

@@ -71,7 +71,7 @@ DEFAULTS = {
     "ddp_find_unused_parameters": False,  # every trained parameter is used in every step
 }
 # The TrainingArguments that a recipe may not set, by the reason that the error gives
-NOT_SET = {
+REFUSED_OPTIONS = {
     "results lie in OUT/<number>-<name>; give OUT with --out": "output_dir",
     "all machines see OUT, which the main process writes": "save_on_each_node",
     "give max_steps, the length of a stage": "num_train_epochs",
@@ -538,7 +538,7 @@ def _training_types() -> dict[str, tuple[Any, TypeAdapter]]:
 
 
 def _reason_not_set(key: str) -> str | None:
-    for reason, names in NOT_SET.items():
+    for reason, names in REFUSED_OPTIONS.items():
         if any(fnmatchcase(key, name) for name in names.split()):
             return reason
     return None

@@ -46,7 +46,7 @@ PARTIAL = "partial"
 OF_DAMAGE = (None, errno.ENOENT, errno.EINVAL)
 MOST_CHANGES = 8  # that a message lists
 UNTOUCHED = "what was saved before is untouched: make room, then continue with --resume"
-LAYOUT = (  # keys that --resume may change: how steps are computed, skipped, kept and logged
+MAY_CHANGE = (  # keys that --resume may change: how steps are computed, skipped, kept and logged
     *("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"),
     *("activation_checkpointing", "torch_compile", "attn_implementation", "fused_cross_entropy"),
     *("report_to", "disable_tqdm", "save_steps", "save_total_limit", "ddp_timeout"),
@@ -123,7 +123,11 @@ def check_out(recipe: Recipe, out_dir: Path, resume: bool) -> None:
             f"{out_dir}: got a directory without {RECIPE}, expected one that coca-train made"
         )
     before, now = (
-        {key: value for key, value in _flat(tree).items() if key.rpartition(".")[2] not in LAYOUT}
+        {
+            key: value
+            for key, value in _flat(tree).items()
+            if key.rpartition(".")[2] not in MAY_CHANGE
+        }
         for tree in (read_tree(out_dir / RECIPE), recipe.to_dict())
     )
     if changes := _changes(before, now):

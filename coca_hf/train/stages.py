@@ -105,7 +105,9 @@ def run_recipe(
                     _clear_trainer(each)  # a kill may have come between training.json and this
                 continue
             with _noting_a_stop(each):
-                ready = functools.partial(_ready, each, recipe, num_blocks, inputs, blocks)
+                ready = functools.partial(
+                    _prepared_blocks, each, recipe, num_blocks, inputs, blocks
+                )
                 blocks = main_process_first(ready, stop)
                 with _own_accelerator():
                     _run_stage(recipe, each, blocks, stop)
@@ -166,7 +168,7 @@ def _noting_a_stop(stage: ResolvedStage) -> Iterator[None]:
         ) from None
 
 
-def _ready(
+def _prepared_blocks(
     stage: ResolvedStage,
     recipe: Recipe,
     num_blocks: int,

@@ -9,7 +9,7 @@ on the hidden states that the original's layers see, the script measures the div
 attention maps from the original's on held-out blocks for these fits:
 
 - the start, as converted;
-- W_Q and W_T fitted as `--calibrate` does (`fit` of coca_hf/convert/calibrate.py), with ReLU's own
+- W_Q and W_T fitted as `--calibrate` does (`fit` of coca_hf/convert/layer_fit.py), with ReLU's own
   gradient or with `Keys`, on text alone or on equal amounts of text and repeated blocks, and on
   more of both;
 - `free` queries and coefficients, optimised for every token of the held-out blocks, which no text
@@ -36,8 +36,9 @@ from measure import write
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from coca_hf.convert import calibrate
-from coca_hf.convert.calibrate import (
+from coca_hf.convert import layer_fit
+from coca_hf.convert.calibration_text import calibration_blocks, crowd_size, reach, repeated_blocks
+from coca_hf.convert.layer_fit import (
     LEAK,
     AttentionInputs,
     divergences,
@@ -47,7 +48,6 @@ from coca_hf.convert.calibrate import (
     run_original,
     scores,
 )
-from coca_hf.convert.calibration_text import calibration_blocks, crowd_size, reach, repeated_blocks
 from coca_hf.convert.layer_pairs import Angles
 from coca_hf.documents import TextSource
 from coca_hf.models.attention import CocaAttention
@@ -148,7 +148,7 @@ def measured(
             fits = [("ReLU's gradient", some, 0.0), ("", some, LEAK), *fits]
         for name, blocks, leak in fits:
             attention = copy.deepcopy(start)
-            calibrate.LEAK = leak
+            layer_fit.LEAK = leak
             fit(attention, blocks, options.passes, 0, crowd)
             yield row(f"{tokens:,} tokens" + f", {name}" * bool(name), attention)
     few = AttentionInputs(*(part[: options.free_blocks] for part in held_out))

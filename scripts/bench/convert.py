@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from coca_hf.convert.calibrate import STEPS
+from coca_hf.convert.layer_fit import STEPS
 
 CONVERT = "import sys; from coca_cli.main import convert; sys.argv[0] = 'coca-convert'; convert()"
 MACHINE = {  # beside what `write` says of it

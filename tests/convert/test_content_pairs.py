@@ -15,7 +15,7 @@ from coca_hf import (
     convert_checkpoint,
     patch_,
 )
-from coca_hf.convert import calibrate
+from coca_hf.convert import layer_fit
 from coca_hf.convert.config import slow_pairs
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
@@ -157,8 +157,8 @@ def test_auto_chooses_the_layers_that_a_short_fit_brings_nearer(
     and so does a run that is interrupted. Content pairs are fitted, too.
     """
     margin = 0.96  # tells the layers of this model apart
-    monkeypatch.setattr(calibrate, "TRIAL_MARGIN", margin)
-    monkeypatch.setattr(calibrate, "TRIAL_STEPS", 32)  # two passes over 16 blocks
+    monkeypatch.setattr(layer_fit, "TRIAL_MARGIN", margin)
+    monkeypatch.setattr(layer_fit, "TRIAL_STEPS", 32)  # two passes over 16 blocks
     options = {**calibrating, "content_pairs": 1, "keep_layers": 1}
     record = convert_checkpoint(tiny_llama_dir, tmp_path / "auto", **options, content_layers="auto")
     kls = []
@@ -194,7 +194,7 @@ def test_auto_chooses_the_layers_that_a_short_fit_brings_nearer(
 
 @pytest.mark.parametrize("number", [32, 512, 1200, 5000])
 def test_a_trial_sees_text_and_all_four_kinds_of_repeated_blocks_and_not_too_many(number):
-    seen = range(number)[:: calibrate._trial_stride(number)]
+    seen = range(number)[:: layer_fit._trial_stride(number)]
     repeated = [block - number // 2 for block in seen if block >= number // 2]
     assert {block % 4 for block in repeated} == {0, 1, 2, 3}
     assert 0.4 < len(repeated) / len(seen) < 0.6

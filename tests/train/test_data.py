@@ -113,7 +113,7 @@ def test_a_document_larger_than_a_dozen_novels_is_named_once_and_trained_on_in_p
     text = "many words " * 1_000_000
     (tmp_path / "rows.jsonl").write_text(f'{{"text": "short one"}}\n{{"text": "{text}"}}\n')
     source = Source(path=str(tmp_path / "rows.jsonl"), weight=1)
-    corpus(source).check()
+    corpus(source).check_sources()
     once, again = (
         tokens_of(corpus(source, prepared=str(tmp_path / place)).prepare(200))
         for place in ("once", "again")
@@ -127,7 +127,7 @@ def test_a_document_larger_than_a_dozen_novels_is_named_once_and_trained_on_in_p
     assert named.count("\n") == 1
 
 
-@pytest.mark.parametrize("method", [data.Corpus.check, lambda corpus: corpus.prepare(100)])
+@pytest.mark.parametrize("method", [data.Corpus.check_sources, lambda corpus: corpus.prepare(100)])
 def test_a_source_without_a_whole_block_is_named(words, corpus, tmp_path, method):
     (tmp_path / "short.txt").write_text("abc")
     with pytest.raises(CocaError, match=r"short\.txt: got fewer than 20 tokens"):

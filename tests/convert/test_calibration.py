@@ -21,7 +21,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3C
 
 from coca_hf import CocaError, convert_checkpoint, patch_
 from coca_hf.convert import calibration as calibration_module
-from coca_hf.convert.calibrate import (
+from coca_hf.convert.calibration import CalibrationProgress, CalibrationRun
+from coca_hf.convert.calibration_text import (
+    TRAINING_HELD_OUT_TOKENS,
+    calibration_blocks,
+    copies,
+    reach,
+    repeated_blocks,
+)
+from coca_hf.convert.layer_fit import (
     AttentionInputs,
     FitTask,
     Keys,
@@ -33,14 +41,6 @@ from coca_hf.convert.calibrate import (
     fold,
     run_original,
     scores,
-)
-from coca_hf.convert.calibration import CalibrationProgress, CalibrationRun
-from coca_hf.convert.calibration_text import (
-    TRAINING_HELD_OUT_TOKENS,
-    calibration_blocks,
-    copies,
-    reach,
-    repeated_blocks,
 )
 from coca_hf.convert.layer_pairs import Angles, LayerPairs
 from coca_hf.convert.layout import CODE
@@ -357,7 +357,7 @@ def test_a_graph_of_steps_fits_as_single_steps_do(content, monkeypatch):
     on_gpu = AttentionInputs(*(part.cuda() for part in seen))
 
     def fitted(inputs, eager):
-        monkeypatch.setattr("coca_hf.convert.calibrate.EAGER_STEPS", eager)
+        monkeypatch.setattr("coca_hf.convert.layer_fit.EAGER_STEPS", eager)
         attention = copy.deepcopy(coca.model.layers[0].self_attn).to(inputs.inputs.device)
         fit(attention, inputs, passes=10, seed=0, crowd=1)
         return attention
@@ -544,7 +544,7 @@ def test_finished_shards_stay_while_a_rerun_chooses_layers(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Staging, "record", stop_after_two)
-    monkeypatch.setattr("coca_hf.convert.calibrate.TRIAL_STEPS", 8)
+    monkeypatch.setattr("coca_hf.convert.layer_fit.TRIAL_STEPS", 8)
     options = {"keep_layers": 1, "content_layers": "auto"}
     options |= {"max_shard_size": "64KB", "calibrate_passes": 1}
     with pytest.raises(KeyboardInterrupt):
@@ -639,7 +639,7 @@ def test_the_time_counts_layers_that_are_not_fitted_and_the_ranking(pairs_of):
     def seconds(*missing, first=0, **options):
         task = FitTask(ids, ids[:4], passes=0, **options)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("coca_hf.convert.calibrate.time.perf_counter", clock.__next__)
+            patch.setattr("coca_hf.convert.layer_fit.time.perf_counter", clock.__next__)
             return expected_seconds(pairs, task, missing, first)
 
     read, forward, measure, held_out = 1, 1, 2 * 4, 2 * 4 / 24  # a batch has all 24 blocks
@@ -677,7 +677,7 @@ def damaged_layer(damage):
 
 def other_code(source, text, monkeypatch):
     places = {path.name: path for path in CODE}
-    assert {"calibrate.py", "rotary.py", "tokens.py"} < places.keys()
+    assert {"layer_fit.py", "rotary.py", "tokens.py"} < places.keys()
     other = source.parent / "tokens.py"
     other.write_text(places["tokens.py"].read_text() + "# of another version")
     code = [*(places | {"tokens.py": other}).values()]
