@@ -567,6 +567,8 @@ def _check_arguments(where: str, options: dict[str, Any]) -> None:
     one = "one of it and activation_checkpointing, two names of one option"
     check("gradient_checkpointing", not both, one)
     check("learning_rate", options.get("learning_rate", 1.0) > 0, "a rate above 0")
+    follows_loss = options.get("lr_scheduler_type") in ("reduce_lr_on_plateau", "greedy")
+    check("lr_scheduler_type", not follows_loss, "a schedule that follows steps, as linear does")
     check("seed", 0 <= options.get("seed", 0) < 2**32, "0 to 2^32 - 1")
     parameters = inspect.signature(checkpoint).parameters.values()
     known = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]

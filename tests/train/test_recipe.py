@@ -161,6 +161,7 @@ BAD_SETTINGS = {  # or several together
     "training.save_strategy=epoch": "there are no epochs",
     "training.save_total_limit=0": "stages.k: got save_total_limit 0, expected at least 1",
     "training.ddp_timeout=0": "stages.k: got ddp_timeout 0, expected at least 1",
+    "training.lr_scheduler_type=greedy": "stages.k: got lr_scheduler_type 'greedy', expected a schedule",
     "training.log_level_replica=loud": "stages.k: got log_level_replica 'loud', expected one of detail, debug",
     "training.torch_compile_backend=fast": "stages.k: got torch_compile_backend 'fast', expected one of no",
     "training.neftune_noise_alpha=-1": "got neftune_noise_alpha -1.0, expected at least 0",
