@@ -251,7 +251,7 @@ def test_blocks_are_refused_inside_a_source_and_nothing_is_made_there(
     sources[0] = Source(path=str(tmp_path / "words"), weight=3)
     files = [*(tmp_path / "words").rglob("*")]
     inside = corpus(tmp_path / "words" / prepared)
-    for work in (inside.pin_, inside.check, lambda: inside.prepare(5)):
+    for work in (inside.pin_, inside.check_sources, lambda: inside.prepare(5)):
         refused(r"data\.prepared: got .*words.* inside the source ", work)
     assert [*(tmp_path / "words").rglob("*")] == files
 
