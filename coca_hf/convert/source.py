@@ -366,13 +366,6 @@ def _check_readable(reader: Any, file: Path) -> None:
             f"{file}: got one of {number} shards, expected a whole model; merge them with "
             "llama.cpp (llama-gguf-split --merge FIRST_SHARD OUT.gguf)"
         )
-    names = "general.architecture", "general.name"
-    if [_value(reader, name) for name in names] == ["llama", "mistral"]:
-        raise CocaError(
-            f"{file}: got general.name='mistral', which transformers' reader of GGUF takes for an "
-            "architecture that it lacks; expected another name (gguf-new-metadata --general-name "
-            "NAME IN OUT)"
-        )
     if assumed := _assumed(reader):
         raise CocaError(
             f"{file}: got no {assumed}, for which transformers' reader of GGUF assumes a value, "

@@ -227,18 +227,6 @@ def test_tensors_that_transformers_adds_or_drops_are_refused(case, model, tiny_t
 
 
 @pytest.mark.parametrize("case", ["llama"])
-def test_a_name_that_transformers_takes_for_an_architecture_is_refused(
-    case, model, tiny_tokenizer, tmp_path
-):
-    def rename(writer):
-        writer.kv_data[0]["general.name"].value = "mistral"
-
-    write_gguf(tmp_path / "model.gguf", model, case, tiny_tokenizer, rename)
-    message = "got general.name='mistral', which transformers' reader"
-    refuses(message, tmp_path / "model.gguf", tmp_path / "dst")
-
-
-@pytest.mark.parametrize("case", ["llama"])
 def test_what_lies_beside_a_file_is_not_read(case, model, tiny_tokenizer, tmp_path):
     write_gguf(tmp_path / "model.gguf", model, case, tiny_tokenizer)
     convert_checkpoint(tmp_path / "model.gguf", tmp_path / "alone")
